@@ -16,12 +16,12 @@ from ._runtime._errors import ArgumentError
 
 @takes_planning
 def remat(
-    target: Any,
+    target: object,
     budget: Held = "dots",
     *,
     variables: Any = True,
     rngs: Any = True,
-    methods: Any = None,
+    methods: object = None,
     static_argnums: int | tuple[int, ...] = (),
     **options: Any,
 ) -> Any:
@@ -64,7 +64,7 @@ def remat(
 
 
 def _of_either(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     budget: Held,
     variables: Any,
     rngs: Any,
@@ -78,18 +78,18 @@ def _of_either(
     of_nnx = _nnx(fn, budget, static, options)
 
     @functools.wraps(fn)
-    def planned(*args: Any, **kwargs: Any) -> Any:
+    def planned(*args: object, **kwargs: object) -> Any:
         return (of_linen if isinstance(args[0], linen.Module) else of_nnx)(*args, **kwargs)
 
     return planned
 
 
 def _linen(
-    target: Any,
+    target: object,
     budget: Held,
     variables: Any,
     rngs: Any,
-    methods: Any,
+    methods: object,
     static: tuple[int, ...],
     options: dict[str, Any],
 ) -> Any:
@@ -101,9 +101,16 @@ def _linen(
     # What is lifted has names of arguments no more.
     signed = (None if methods else target.__call__) if isinstance(target, type) else target
 
-    def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(scope_of: Any, repack: Any, groups: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-            def run(groups: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def lifted(fn: Callable[..., object]) -> Callable[..., Any]:
+        def inner(
+            scope_of: Callable[..., object],
+            repack: Callable[..., object],
+            groups: object,
+            keys: object,
+            *args: object,
+            **kwargs: object,
+        ) -> Any:
+            def run(groups: object, keys: object, *args: object, **kwargs: object) -> Any:
                 scope = scope_of(groups, keys)
                 return fn(scope, *args, **kwargs), repack(scope)
 
@@ -125,18 +132,18 @@ def _linen(
 
 
 def _nnx(
-    fn: Callable[..., Any], budget: Held, static: tuple[int, ...], options: dict[str, Any]
+    fn: Callable[..., object], budget: Held, static: tuple[int, ...], options: dict[str, Any]
 ) -> Callable[..., Any]:
     from flax import nnx
 
     @functools.wraps(fn)
-    def planned(*args: Any, **kwargs: Any) -> Any:
+    def planned(*args: object, **kwargs: object) -> Any:
         fixed = {i: args[i] for i in static}
         moving = tuple(a for i, a in enumerate(args) if i not in fixed)
         shape, variables, arrays = nnx.split((moving, kwargs), nnx.Variable, ...)
         shapes: list[Any] = []
 
-        def run(variables: Any, arrays: Any) -> Any:
+        def run(variables: Any, arrays: object) -> Any:
             moved, named = nnx.merge(shape, variables, arrays)
             taken = iter(moved)
             result = fn(*(fixed[i] if i in fixed else next(taken) for i in range(len(args))), **named)

@@ -161,7 +161,7 @@ def _free(graph: Graph) -> list[int]:
     return [v for v in graph.residuals if v not in fixed]
 
 
-def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def subsets(items: Sequence[object]) -> Iterator[tuple[Any, ...]]:
     """Return all choices of items, the empty one first."""
     return chain.from_iterable(combinations(items, r) for r in range(len(items) + 1))
 

@@ -15,10 +15,11 @@ from jax.sharding import SingleDeviceSharding
 
 from .._compiler._program import Program, device_of
 from .._program import _compat
+from .._program._compat import Args, Kwargs
 from .._runtime._errors import ArgumentError
 
 
-def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def key_of(program: Program, args: Args, kwargs: Kwargs) -> Any:
     """Return the key of a call. **Raises:** `ArgumentError` where an argument can be neither traced nor static."""
     leaves, tree = jax.tree.flatten_with_path(program.dynamic(args, kwargs))
     # Of arrays that are free to be anywhere the default device decides, and it is among the settings.
@@ -43,7 +44,7 @@ def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return key
 
 
-def _place(leaf: Any, device: Any) -> Any:
+def _place(leaf: object, device: Any) -> Any:
     """Return the sharding of an argument leaf, None of one that is in the memory of this device, as a struct or a NumPy
     array without a sharding will be: the plan for those is followed by arrays.
     """
@@ -53,7 +54,7 @@ def _place(leaf: Any, device: Any) -> Any:
     return sharding
 
 
-def type_of(leaf: Any) -> Any:
+def type_of(leaf: object) -> Any:
     """Return the array type of an argument leaf. **Raises:** TypeError where it is no array."""
     if isinstance(leaf, jax.Array):
         return leaf.aval
@@ -62,12 +63,7 @@ def type_of(leaf: Any) -> Any:
 
 @contextmanager
 def naming_static(
-    program: Program,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    door: str = "optimize",
-    *,
-    by_number: bool = False,
+    program: Program, args: Args, kwargs: Kwargs, door: str = "optimize", *, by_number: bool = False
 ) -> Iterator[None]:
     """Add to what JAX says of a function that decides by a traced value which arguments might be static: Python numbers
     that are not.
@@ -103,7 +99,7 @@ class KeyLocks:
         self._locks: dict[Any, threading.RLock] = {}  # type: ignore[valid-type]
 
     @contextmanager
-    def held(self, key: Any) -> Iterator[None]:
+    def held(self, key: object) -> Iterator[None]:
         """Hold the key's lock."""
         with self._own:
             lock = self._locks.setdefault(key, threading.RLock())

@@ -40,7 +40,7 @@ ROWS_ALONE = ("rows",)
 
 @takes_planning
 def checkpoint(
-    fn: Callable[..., Any] = _UNSET,
+    fn: Callable[..., object] = _UNSET,
     budget: Held = "dots",
     *,
     emit: str = "policy",
@@ -159,17 +159,17 @@ class Checkpointed:
         self._called: dict[Any, Function] = {}
         self._planned: dict[Any, _Planned] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         _warn_of_options()
         function, leaves, key = self._function(args, kwargs)
         primals = [*function.consts, *leaves]
         return jax.tree.unflatten(function.out_tree, self._following(function, key)(*primals))
 
-    def _function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Function, list[Any], Any]:
+    def _function(self, args: Args, kwargs: Kwargs) -> tuple[Function, list[Any], Any]:
         with naming_static(self._program, args, kwargs, "checkpoint"):
             return called(self._program, args, kwargs, self._called)
 
-    def _following(self, function: Function, key: Any) -> Callable[..., Any]:
+    def _following(self, function: Function, key: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function of flat primals, with its plan."""
         if not (any(function.inexact) and any(function.differentiable)):
             return jex.jaxpr_as_fun(function.closed)
@@ -177,7 +177,7 @@ class Checkpointed:
             return self._halved(function, key)
         return self._segmented(function, key).follow
 
-    def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
+    def plan(self, *args: object, **kwargs: object) -> HeldPlan:
         """Return the plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
         function, _, key = self._function(args, kwargs)
         halves = self._options.emit == "custom_vjp"
@@ -186,14 +186,14 @@ class Checkpointed:
             raise NotReversibleError(planned.why)
         return planned.plan
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def __repr__(self) -> str:
         options = self._options
         return f"<jaxremat.checkpoint({options.budget!r}, {options.emit}) of {self._program.fn!r}>"
 
-    def _segmented(self, function: Function, key: Any) -> _Planned:
+    def _segmented(self, function: Function, key: tuple[Any, ...]) -> _Planned:
         """Return the function of flat primals, in parts of which each is a `jax.checkpoint`."""
         if key not in self._planned:
             self._planned[key] = self._in_segments(function, key[0])
@@ -221,12 +221,12 @@ class Checkpointed:
         names = names_to_save(body, cut, found.graph, found.solution.schedule)
         return _Planned(way.plan, checkpointed(body, cut, names, prevent_cse))
 
-    def _halved(self, function: Function, key: Any) -> Callable[..., Any]:
+    def _halved(self, function: Function, key: object) -> Callable[..., Any]:
         """Return the function of flat primals, with the planned backward pass as its own derivative."""
         evaluate = jex.jaxpr_as_fun(function.closed)
 
         @jax.custom_vjp
-        def run(*primals: Any) -> list[Any]:
+        def run(*primals: jax.Array) -> list[Any]:
             return evaluate(*primals)
 
         def forward(*primals: Any) -> tuple[list[Any], Any]:
@@ -239,13 +239,13 @@ class Checkpointed:
             pull = functools.partial(_backward, halves, wanted, function.differentiable)
             return made[: halves.results], jax.tree_util.Partial(pull, *saved)
 
-        def backward(pull: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        def backward(pull: Any, cotangents: list[jax.Array]) -> tuple[Any, ...]:
             return pull(cotangents)
 
         run.defvjp(forward, backward, symbolic_zeros=True)
         return run
 
-    def _halves(self, function: Function, key: Any, wanted: tuple[bool, ...]) -> _Planned:
+    def _halves(self, function: Function, key: object, wanted: tuple[bool, ...]) -> _Planned:
         """Return the `Halves` for the cotangents of the wanted primals."""
         if (key, wanted) not in self._planned:
             way = self._way(function, differentiated(function, wanted), wanted)
@@ -338,7 +338,7 @@ _warned = False
 
 
 def _backward(
-    halves: Halves, wanted: tuple[bool, ...], differentiable: tuple[bool, ...], *operands: Any
+    halves: Halves, wanted: tuple[bool, ...], differentiable: tuple[bool, ...], *operands: jax.Array
 ) -> tuple[Any, ...]:
     """Return the cotangents of all primals, None for those that are not wanted."""
     *saved, cotangents = operands

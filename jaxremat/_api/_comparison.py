@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler._program import placed
+from .._program._compat import Args, Kwargs
 from .._runtime._errors import ArgumentError
 from ._nnx_objects import has_objects
 from ._step import Step
@@ -83,7 +84,7 @@ class Comparison:
         return "\n".join([first, *lines])
 
 
-def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Comparison:
+def compare(step: Step, *args: object, rtol: float = 1e-3, **kwargs: object) -> Comparison:
     """Run a planned step and its plain step once each, and compare every array of their results.
 
     A result at the place of an argument (new parameters, new optimizer state) is compared by how it changed. Where a
@@ -108,10 +109,10 @@ def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Compar
     return Comparison(tuple(differences(plain, step, args, kwargs, rtol)))
 
 
-def differences(plain: Run, planned: Run, args: Any, kwargs: Any, rtol: float) -> list[Leaf]:
+def differences(plain: Run, planned: Run, args: Args, kwargs: Kwargs, rtol: float) -> list[Leaf]:
     """Return every leaf of the results of both, in order. **Arguments:** `rtol` allowed of a leaf's scale."""
 
-    def results(run: Run, args: Any, kwargs: Any) -> list[tuple[str, np.ndarray]]:
+    def results(run: Run, args: Args, kwargs: Kwargs) -> list[tuple[str, np.ndarray]]:
         args, kwargs = copied((args, kwargs))
         leaves = jax.tree.leaves_with_path(run(*args, **kwargs))
         return [(jax.tree_util.keystr(path), _array(leaf)) for path, leaf in leaves]
@@ -135,7 +136,9 @@ def differences(plain: Run, planned: Run, args: Any, kwargs: Any, rtol: float) -
     ]
 
 
-def _leaf(path: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, before: Any, rtol: float) -> Leaf:
+def _leaf(
+    path: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, before: np.ndarray | None, rtol: float
+) -> Leaf:
     shape = f"{a.dtype}[{','.join(map(str, a.shape))}]"
     exact = a.dtype.kind not in "fc" and not jnp.issubdtype(a.dtype, jnp.floating)
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
@@ -163,15 +166,15 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(np.nan_to_num(a - b)).max(initial=0.0))
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: object) -> Any:
     """Return the same tree with arrays of its own."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, (jax.Array, np.ndarray)) else x, tree)
 
 
-def _nudged(tree: Any) -> Any:
+def _nudged(tree: object) -> Any:
     """Return the same with every float moved to a neighbour."""
 
-    def nudge(x: Any) -> Any:
+    def nudge(x: object) -> Any:
         if isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.nextafter(
                 jnp.asarray(x), jnp.inf
@@ -181,7 +184,7 @@ def _nudged(tree: Any) -> Any:
     return jax.tree.map(nudge, tree)
 
 
-def _array(leaf: Any) -> np.ndarray:
+def _array(leaf: object) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)

@@ -20,13 +20,14 @@ from .._plan._planned import Planned
 from .._plan._problem import Problem
 from .._plan._request import Offload, Request
 from .._plan._state_on_host import beside, certainly_missing, is_dear, missing_nbytes, movable, seconds
+from .._program._compat import Args, Kwargs
 from .._program._host_arguments import is_there, to_host
 from .._runtime._budgets import Share, read_budget
 from .._runtime._bytes import format_nbytes, parse_nbytes
 from .._runtime._errors import InfeasibleBudgetError, warn
 
 
-def usable(offload: Offload, spec: DeviceSpec, here: Any) -> HostMemory | None:
+def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | None:
     """Return host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
     if not offload:
         return None
@@ -53,18 +54,18 @@ class Arrangement:
     program: Program
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Problem, Request]]
 
-    def arranged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def arranged(self, plan: Plan, args: Args, kwargs: Kwargs) -> Arguments:
         """Return the arguments where a plan wants them."""
         return self._moved(plan.on_host, args, kwargs) if plan.on_host else (args, kwargs)
 
-    def give_up(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def give_up(self, plan: Plan, args: Args, kwargs: Kwargs) -> None:
         """Free on the device what a call with these arguments takes from host memory."""
         leaves = jax.tree.leaves(self.program.dynamic(args, kwargs))
         for place in plan.on_host:
             if not is_there(leaves[place]):
                 leaves[place].delete()
 
-    def planned(self, given: Plan | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+    def planned(self, given: Plan | None, args: Args, kwargs: Kwargs) -> Planned:
         """Return the plan for these arguments. **Raises:** as `agreed`."""
         if given is not None:
             return agreed(*self.prepare(*self.arranged(given, args, kwargs)), given)
@@ -104,8 +105,8 @@ class Arrangement:
         places: tuple[int, ...],
         step_seconds: float,
         within: int | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Planned:
         """Return the plan of the step with these arguments in host memory, timed against the step without.
 
@@ -131,7 +132,7 @@ class Arrangement:
             ),
         )
 
-    def _moved(self, places: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def _moved(self, places: Collection[int], args: Args, kwargs: Kwargs) -> Arguments:
         leaves, tree = jax.tree.flatten(self.program.dynamic(args, kwargs))
         for place in places:
             leaves[place] = to_host(leaves[place], least_nbytes=0)

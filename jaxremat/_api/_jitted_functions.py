@@ -18,7 +18,7 @@ _LOST = ("donate_argnums", "in_shardings", "out_shardings", "compiler_options")
 
 
 def handed_over(
-    fn: Callable[..., Any], options: Mapping[str, Any]
+    fn: Callable[..., object], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the function to trace and its options.
 
@@ -50,7 +50,7 @@ def handed_over(
     return fn.__wrapped__, merged  # type: ignore[attr-defined]
 
 
-def _check_inner(fn: Callable[..., Any]) -> None:
+def _check_inner(fn: Callable[..., object]) -> None:
     inner = fn
     while isinstance(inner, functools.partial) or hasattr(inner, "__func__"):
         inner = inner.func if isinstance(inner, functools.partial) else inner.__func__  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from .._runtime._errors import ArgumentError
 
 
 def name_values(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     *,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -35,7 +35,7 @@ def name_values(
     program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
 
     @functools.wraps(fn)
-    def naming(*args: Any, **kwargs: Any) -> Any:
+    def naming(*args: object, **kwargs: object) -> Any:
         function, leaves, _ = called(program, args, kwargs)
         results = jex.jaxpr_as_fun(numbered(function.body, named))(*function.consts, *leaves)
         return jax.tree.unflatten(function.out_tree, results)

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from .._compiler._program import Program
+from .._program._compat import Args, Kwargs
 
 
-def has_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_objects(args: Args, kwargs: Kwargs) -> bool:
     """Return whether NNX objects are among the arguments. A `State` is none, nor is what `nnx.jit` makes of an
     object: those are trees already.
     """
@@ -25,7 +26,7 @@ def has_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     trees = nnx.State | nnx.extract.NodeStates
 
-    def whole(x: Any) -> bool:
+    def whole(x: object) -> bool:
         return isinstance(x, trees | nnx.Variable) or nnx.graph.is_graph_node(x)
 
     leaves = jax.tree.leaves((args, kwargs), is_leaf=whole)
@@ -54,7 +55,7 @@ class OfObjects:
         self._of_trees = make(of_trees)
         self._outside.jitted_fn = self
 
-    def _beside_static(self, shardings: Any, program: Program) -> Any:
+    def _beside_static(self, shardings: object, program: Program) -> Any:
         """Return the arguments' shardings with a place for each static argument, as the function of trees gives
         them back.
         """
@@ -65,17 +66,17 @@ class OfObjects:
             every.insert(place, None)
         return tuple(every)
 
-    def __call__(self, *trees: Any, **named: Any) -> Any:
+    def __call__(self, *trees: object, **named: object) -> Any:
         return self._of_trees(*trees, **named)
 
-    def lower(self, *trees: Any, **named: Any) -> Any:
+    def lower(self, *trees: object, **named: object) -> Any:
         self._answer = self._question(self._of_trees, *trees, **named)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the step on objects."""
         return self._outside(*args, **kwargs)
 
-    def ask(self, question: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(self, question: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         """Return what a function says of what was made, for the trees; the objects stay as they are."""
         self._question = question
         self._outside.lower(*args, **kwargs)

@@ -28,9 +28,9 @@ def optimize(
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    compiler_options: dict[str, Any] | None = None,
+    in_shardings: object = None,
+    out_shardings: object = None,
+    compiler_options: Mapping[str, object] | None = None,
     target: str | None = None,
     pins: Mapping[str | re.Pattern[str], str] | None = None,
     offload: Offload = False,
@@ -136,7 +136,7 @@ def optimize(
         "compiler_options": compiler_options,
     }  # fmt: skip
 
-    def decorate(fn: Callable[..., Any]) -> Step:
+    def decorate(fn: Callable[..., object]) -> Step:
         if not callable(fn):
             raise ArgumentError(f"`optimize` decorates functions; it was given a {type(fn).__name__}.")
         fn, of_jit = handed_over(fn, jitting)

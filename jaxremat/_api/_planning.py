@@ -1,6 +1,6 @@
 """Function, arguments -> its plan or its memory, asked for without decorating it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
 from .._plan._problem import Problem
 from .._plan._request import DEFAULT, Planning, takes_planning
+from .._program._compat import Args
 from .._runtime._budgets import Budget
 from .._runtime._errors import CompilationError
 from .._solver import Sublinear
@@ -21,7 +22,7 @@ from ._step import Step
 
 
 @takes_planning
-def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
+def plan(fn: Callable[..., object], *args: object, budget: Budget, **options: Any) -> Plan:
     """Return the plan of a step for these arguments, without decorating it.
 
     **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), `budget` and the options of `jaxremat.optimize`.
@@ -31,11 +32,11 @@ def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> 
 
 
 def memory(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    compiler_options: dict[str, Any] | None = None,
+    compiler_options: Mapping[str, object] | None = None,
     target: str | None = None,
 ) -> MemoryStats:
     """Compile any function, and return the memory that it needs on one device. If the compiler does not compile it, the
@@ -60,9 +61,9 @@ def memory(
     return _memory(program, args)
 
 
-def _memory(program: Program, args: tuple[Any, ...]) -> MemoryStats:
+def _memory(program: Program, args: Args) -> MemoryStats:
     """Return what a program needs, by the model where the compiler does not compile it."""
-    jitted = program.fn if hasattr(program.fn, "lower") else program.plain
+    jitted: Any = program.fn if hasattr(program.fn, "lower") else program.plain
     try:
         return MemoryStats.of(program.compile(jitted, args, {}))
     except CompilationError as error:
@@ -73,7 +74,9 @@ def _memory(program: Program, args: tuple[Any, ...]) -> MemoryStats:
 
 
 @takes_planning
-def search_plan(fn: Callable[..., Any], *args: Any, planning: Planning = DEFAULT, **options: Any) -> Plan:
+def search_plan(
+    fn: Callable[..., object], *args: object, planning: Planning = DEFAULT, **options: Any
+) -> Plan:
     """Return the plan of least memory that costs at most one more forward pass. No budget is needed.
 
     For the least memory at up to twice the step's time, use `jaxremat.plan(fn, *args, budget="min")`.
@@ -93,6 +96,6 @@ def search_plan(fn: Callable[..., Any], *args: Any, planning: Planning = DEFAULT
     )
 
 
-def cost(fn: Callable[..., Any], *args: Any, **options: Any) -> int:
+def cost(fn: Callable[..., object], *args: object, **options: Any) -> int:
     """Return the bytes that a step needs on one device: the peak of `jaxremat.memory`, whose arguments it takes."""
     return memory(fn, *args, **options).peak_nbytes

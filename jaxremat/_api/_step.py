@@ -18,6 +18,7 @@ from .._plan._planned import Planned, confirm
 from .._plan._problem import Problem
 from .._plan._request import Request
 from .._program import _compat
+from .._program._compat import Args, Kwargs
 from .._report import Report
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError, warn
 from .._runtime._progress import timed
@@ -45,13 +46,7 @@ class _Recent(NamedTuple):
 class Step:
     """A planned step: call it as the function it wraps. Made by `jaxremat.optimize`."""
 
-    def __init__(
-        self,
-        program: Program,
-        request: Request,
-        plan: Plan | None,
-        carried: tuple[Plan, ...] = (),
-    ):
+    def __init__(self, program: Program, request: Request, plan: Plan | None, carried: tuple[Plan, ...] = ()):
         functools.update_wrapper(self, program.fn)
         self._carried = carried  # plans of the step that this one is a copy of
         self._program = program
@@ -63,7 +58,7 @@ class Step:
         self._by_kind: dict[Any, OfObjects | OfLeaves] = {}
         self._arrangement = Arrangement(program, self._prepare)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         recent = self._recent
         if recent is None or recent.settings != _compat.settings():
             return self._slow_call(args, kwargs)
@@ -89,7 +84,7 @@ class Step:
                 raise
             return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
 
-    def _through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OfObjects | OfLeaves | None:
+    def _through(self, args: Args, kwargs: Kwargs) -> OfObjects | OfLeaves | None:
         """Return this step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
         kind = kind_of(args, kwargs)
         if kind is not None and kind not in self._by_kind:
@@ -97,7 +92,7 @@ class Step:
         return self._by_kind[kind] if kind is not None else None
 
     @_compat.api_boundary
-    def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _slow_call(self, args: Args, kwargs: Kwargs) -> Any:
         if _compat.is_jit_disabled():
             return self._program.fn(*args, **kwargs)
         if (through := self._through(args, kwargs)) is not None:
@@ -131,18 +126,18 @@ class Step:
             _compat.explain_special_value(error, self._program.fn, args, kwargs)
 
     @_compat.api_boundary
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: object, **kwargs: object) -> Plan:
         """Return the plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.plan, args, kwargs)
         return self._plan_for(args, kwargs).plan
 
-    def report(self, *args: Any, **kwargs: Any) -> Report:
+    def report(self, *args: object, **kwargs: object) -> Report:
         """Return the report of the plan for these arguments, see `Plan.report`."""
         return self.plan(*args, **kwargs).report()
 
     @_compat.api_boundary
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: object, **kwargs: object) -> Any:
         """Return the planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.lower, args, kwargs)
@@ -150,7 +145,7 @@ class Step:
         return self._program.lower(planned.jitted, *self._arrangement.arranged(planned.plan, args, kwargs))
 
     @_compat.api_boundary
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
+    def compile(self, *args: object, **kwargs: object) -> Any:
         """Return the planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a
         target.
         """
@@ -159,10 +154,10 @@ class Step:
         planned = self._plan_for(args, kwargs)
         return self._compiled(planned, *self._arrangement.arranged(planned.plan, args, kwargs))
 
-    def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compiled(self, planned: Planned, args: Args, kwargs: Kwargs) -> Any:
         return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
 
-    def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _executable(self, planned: Planned, args: Args, kwargs: Kwargs) -> Any:
         """Return the compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
 
         **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
@@ -178,9 +173,7 @@ class Step:
             return compiled
         return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
 
-    def _corrected(
-        self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: InfeasibleBudgetError
-    ) -> Any:
+    def _corrected(self, planned: Planned, args: Args, kwargs: Kwargs, refusal: InfeasibleBudgetError) -> Any:
         """Return the step compiled here, by a plan that fits where the one that was made without the device
         does not.
         """
@@ -192,7 +185,7 @@ class Step:
         planned.plan = here.plan(*args, **kwargs)
         return compiled
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __repr__(self) -> str:
@@ -215,28 +208,28 @@ class Step:
         state = replace(self._program), self._request, self._given
         return reduced(self, self._plans(), Step, state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Step":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Step":
         program = replace(self._program, fn=copy.deepcopy(self._program.fn, memo))
         made = Step(program, self._request, self._given, self._plans())
         if program.fn is self._program.fn:
             made._planned = dict(self._planned)
         return made
 
-    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Planned:
+    def _plan_for(self, args: Args, kwargs: Kwargs, key: object = None) -> Planned:
         key = self._key(args, kwargs) if key is None else key
         with self._locks.held(key):
             if key not in self._planned:
                 self._planned[key] = self._make(args, kwargs)
             return self._planned[key]
 
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+    def _make(self, args: Args, kwargs: Kwargs) -> Planned:
         with shown(self._request.planning.progress), timed(), naming_static(self._program, args, kwargs):
             for plan in () if self._given else self._carried:
                 with suppress(PlanMismatchError, InfeasibleBudgetError):
                     return self._arrangement.planned(plan, args, kwargs)
             return self._arrangement.planned(self._given, args, kwargs)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Request]:
+    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Problem, Request]:
         """Return what to plan for these arguments."""
         program = placed(self._program, args, kwargs)
         here: Any = None
@@ -270,5 +263,5 @@ class Step:
             return None
         return (*like, *reversed(self._plans())) if self._request.planning.effort == "normal" else like
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _key(self, args: Args, kwargs: Kwargs) -> Any:
         return key_of(self._program, args, kwargs)

@@ -13,7 +13,9 @@ from typing import Any
 from .._plan._plan import Plan
 
 
-def reduced(step: Any, plans: tuple[Plan, ...], make: Callable[..., Any], state: tuple[Any, ...]) -> Any:
+def reduced(
+    step: object, plans: tuple[Plan, ...], make: Callable[..., object], state: tuple[object, ...]
+) -> Any:
     """Return what `__reduce__` does of a step. **Arguments:** `make` a step of its `state` and of plans."""
     names = str(getattr(step, "__module__", "")), str(getattr(step, "__qualname__", ""))
     if _found(*names) is step:

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 
 from .._compiler._program import Program
+from .._program._compat import Args, Kwargs
 
 
-def has_strict_trees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_strict_trees(args: Args, kwargs: Kwargs) -> bool:
     """Return whether a class among the arguments refuses what `jax.jit` describes arrays with."""
     return _is_strict(jax.tree.structure((args, kwargs)))
 
@@ -57,27 +58,27 @@ class OfLeaves:
         self._make = make
         self._steps: dict[Any, _OfStructure] = {}
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the step on trees."""
         step = self._step(args, kwargs)
         leaves, named = self._each(jax.tree.leaves, args, kwargs)
         results = step.made(*leaves, **named)
         return jax.tree.unflatten(step.structures[self._key(leaves, named)], results)
 
-    def ask(self, question: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(self, question: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         """Return what a function says of what was made, for the leaves."""
         leaves, named = self._each(jax.tree.leaves, args, kwargs)
         return question(self._step(args, kwargs).made, *leaves, **named)
 
     def _each(
-        self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, change: Callable[[object], object], args: Sequence[object], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, each traced one changed."""
         positional, named = self._program.dynamic(args, kwargs)
         changed = [change(a) for a in positional], {name: change(a) for name, a in named.items()}
         return self._program.refilled(changed, args, kwargs)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OfStructure:
+    def _step(self, args: Args, kwargs: Kwargs) -> _OfStructure:
         positional, named = self._program.dynamic(args, kwargs)
         trees = [*map(jax.tree.structure, positional)], {k: jax.tree.structure(a) for k, a in named.items()}
         key = (*trees[0], *sorted(trees[1].items(), key=itemgetter(0)))
@@ -90,7 +91,7 @@ class OfLeaves:
         """Return the user's function, of leaves and giving leaves."""
 
         @wraps(self._program.fn)  # with its signature
-        def of_leaves(*args: Any, **kwargs: Any) -> Any:
+        def of_leaves(*args: object, **kwargs: object) -> Any:
             positional, named = self._program.dynamic(args, kwargs)
             whole = (
                 [tree.unflatten(a) for tree, a in zip(step.trees[0], positional, strict=True)],
@@ -103,7 +104,7 @@ class OfLeaves:
 
         return of_leaves
 
-    def _key(self, leaves: Sequence[Any], named: dict[str, Any]) -> Any:
+    def _key(self, leaves: Sequence[object], named: dict[str, object]) -> Any:
         """Return what the structure of the results may depend on besides that of the arguments."""
         types = [jax.typeof(leaf) for leaf in jax.tree.leaves(self._program.dynamic(leaves, named))]
         return tuple((t.shape, t.dtype) for t in types), self._program.static(leaves, named)

@@ -21,7 +21,7 @@ from .._plan._plan_cache import keep, key_of, recall
 from .._plan._problem import Problem
 from .._plan._request import Request, takes_planning
 from .._plan._verify import make_plan, make_plan_of
-from .._runtime._budgets import parse_margin, with_margin
+from .._runtime._budgets import Budget, parse_margin, with_margin
 from .._runtime._cache_folder import cache_dir
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError
 from .._runtime._progress import Phase, phase
@@ -46,7 +46,7 @@ NARROW = 0.01
 
 @takes_planning
 def sweep(
-    fn: Callable[..., Any], *args: Any, points: int = 12, target: str | None = None, **options: Any
+    fn: Callable[..., object], *args: object, points: int = 12, target: str | None = None, **options: Any
 ) -> Frontier:
     """Plan a step for several budgets, from the plain step's memory down to the least, and return what each of them
     costs.
@@ -88,7 +88,7 @@ def sweep(
     return _swept(points, step, *args)
 
 
-def _swept(points: int, step: Step, *args: Any) -> Frontier:
+def _swept(points: int, step: Step, *args: object) -> Frontier:
     """Return the frontier of a step of trees of arrays."""
     problem, request = step._prepare(args, {})
     # Ctrl-C ends the sweep, which goes on from there, not one of its plans.
@@ -176,10 +176,10 @@ class _Sweep:
             "step_seconds": self.graphs.plain.step_seconds or 1.0,
         }
 
-    def _planned(self, budget: Any) -> Plan:
+    def _planned(self, budget: Budget) -> Plan:
         return make_plan(self.problem, replace(self.request, budget=budget), self.baseline).plan
 
-    def _within(self, budget: int) -> Plan | None:
+    def _within(self, budget: Budget) -> Plan | None:
         try:
             return self._planned(budget)
         except InfeasibleBudgetError:

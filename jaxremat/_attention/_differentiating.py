@@ -26,7 +26,7 @@ class Gradient:
     at: int
 
 
-def between(program: Program, result: Any, operands: Sequence[Atom]) -> tuple[list[int], list[Any]]:
+def between(program: Program, result: jex.Var, operands: Sequence[Atom]) -> tuple[list[int], list[Any]]:
     """Return the equations that make a result of these operands, in order, and what else they read."""
     depends: dict[Any, bool] = dict.fromkeys(operands, True)
     first = min(program.maker.get(a, -1) for a in operands)
@@ -77,14 +77,14 @@ def gradient_of(
     return best
 
 
-def _cotangents(program: Program, values: Any, result: Any, scope: int) -> list[Any]:
+def _cotangents(program: Program, values: jex.Var, result: jex.Var, scope: int) -> list[Any]:
     """Return what may be the cotangent of a result: what values are multiplied by, of the same type."""
     found: dict[Any, None] = {}
     for i in program.readers.get(values, ()):
         eqn = program.eqns[i]
         if eqn.primitive.name == "dot_general" and program.scopes[i] == scope:
             for a in _compat.variables(eqn.invars):
-                alike = (shaped(a).shape, shaped(a).dtype) == (result.aval.shape, result.aval.dtype)
+                alike = (shaped(a).shape, shaped(a).dtype) == (shaped(result).shape, shaped(result).dtype)
                 if a is not values and a is not result and alike:
                     found[a] = None
     return list(found)
@@ -110,7 +110,7 @@ def _differentiated(
 def _pulled(closed: jex.ClosedJaxpr, count: int, *, constant: bool) -> jex.ClosedJaxpr:
     jaxpr = closed.jaxpr
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> Any:
         env = dict(zip(jaxpr.invars, operands, strict=True))
         for eqn in jaxpr.eqns:
             made = eqn.primitive.bind(
@@ -121,7 +121,7 @@ def _pulled(closed: jex.ClosedJaxpr, count: int, *, constant: bool) -> jex.Close
             env[eqn.outvars[0]] = made
         return env[jaxpr.outvars[0]]
 
-    def pulled(*arguments: Any) -> Any:
+    def pulled(*arguments: jax.Array) -> Any:
         *operands, cotangent = arguments
         fixed = operands[count:]
         _, pull = jax.vjp(lambda *of: run(*of, *fixed), *operands[:count])

@@ -182,10 +182,10 @@ def _matched(program: Program, at: int, side: int, softmax: Softmax, scope: int 
     )
 
 
-def _may_be_learned(i: int, leaves: Sequence[Any], pattern: Pattern) -> bool:
+def _may_be_learned(i: int, leaves: Sequence[Atom], pattern: Pattern) -> bool:
     """Return whether a leaf is one of floats that stands before the softmax alone, and in one place."""
     alone = leaves.count(leaves[i]) == 1 and not any(1 + i in step.operands for step in pattern.after)
-    return alone and bool(jnp.issubdtype(leaves[i].aval.dtype, jnp.floating))
+    return alone and bool(jnp.issubdtype(shaped(leaves[i]).dtype, jnp.floating))
 
 
 def _beside(axes: Axes, a: Atom, rank: int) -> int:
@@ -215,12 +215,12 @@ def _dots(program: Program, a: Atom, axes: Axes, size: int) -> dict[Any, Axes]:
     return found
 
 
-def _scores(dot: Any, axes: Axes, key: int, fresh: int) -> Product | None:
+def _scores(dot: jex.JaxprEqn, axes: Axes, key: int, fresh: int) -> Product | None:
     """Return the product of queries and keys that gives scores with these axes; None where it is another one."""
     if not _is_plain(dot) or any(map(_compat.is_literal, dot.invars)):
         return None
     contracted, batched = dot.params["dimension_numbers"]
-    shapes = [a.aval.shape for a in dot.invars]
+    shapes = [shaped(a).shape for a in dot.invars]
     both: list[list[int | None]] = [[None] * len(shape) for shape in shapes]
     numbers = iter(axes)
     for d, e in zip(*batched, strict=True):

@@ -58,11 +58,7 @@ class _Backward:
     """
 
     def __init__(
-        self,
-        pattern: Pattern,
-        operands: Sequence[jax.Array],
-        leaves: Sequence[jax.Array],
-        interpret: bool,
+        self, pattern: Pattern, operands: Sequence[jax.Array], leaves: Sequence[jax.Array], interpret: bool
     ):
         self.pattern, self.operands, self.leaves, self.interpret = pattern, operands, leaves, interpret
         self.made = layout_of(pattern)
@@ -73,14 +69,14 @@ class _Backward:
         made, pattern, blocks = self.made, self.pattern, self._blocks("queries")
         scores = pattern.scores
 
-        def kernel(*refs: Any) -> None:
+        def kernel(*refs: jax.Ref) -> None:
             *of, to_queries = refs
             row, rest = place_of(pattern.sizes[made.row], blocks.rows)
             places = made.places(rest, self.others)
             here = Tile(made, blocks, places, row, 0)
             rows = self._rows(here, of)
 
-            def step(i: Any, so_far: Any) -> Any:
+            def step(i: jax.Array, so_far: Any) -> Any:
                 tile = Tile(made, blocks, places, row, i * blocks.keys)
                 keys, values = self._columns(tile, of)
                 _, to_scores = self._passed_back(tile, rows, keys, values, self._leaves(tile, of))
@@ -99,7 +95,7 @@ class _Backward:
         made, pattern, blocks = self.made, self.pattern, self._blocks("keys")
         scores, mixed = pattern.scores, pattern.mixed
 
-        def kernel(*refs: Any) -> None:
+        def kernel(*refs: jax.Ref) -> None:
             *of, to_keys, to_values = refs
             key, rest = place_of(pattern.sizes[made.key], blocks.keys)
             batch = made.places(rest, made.batch)
@@ -107,7 +103,7 @@ class _Backward:
             keys, values = self._columns(here, of)
             steps = tiles(pattern.sizes[made.row], blocks.rows)
 
-            def step(i: Any, so_far: Any) -> Any:
+            def step(i: jax.Array, so_far: Any) -> Any:
                 group = made.places(lax.div(i, jnp.int32(steps)), made.groups)
                 tile = Tile(made, blocks, {**batch, **group}, lax.rem(i, jnp.int32(steps)) * blocks.rows, key)
                 rows = self._rows(tile, of)
@@ -133,13 +129,13 @@ class _Backward:
         shared = [axis for axis in self.others if axis not in own]
         columns = tiles(pattern.sizes[made.key], blocks.keys)
 
-        def kernel(*refs: Any) -> None:
+        def kernel(*refs: jax.Ref) -> None:
             *of, to_leaf = refs
             row, rest = place_of(pattern.sizes[made.row], blocks.rows)
             key = lax.rem(rest, jnp.int32(columns)) * blocks.keys
             places = made.places(lax.div(rest, jnp.int32(columns)), own)
 
-            def step(i: Any, so_far: Any) -> Any:
+            def step(i: jax.Array, so_far: Any) -> Any:
                 tile = Tile(made, blocks, {**places, **made.places(i, shared)}, row, key)
                 keys, values = self._columns(tile, of)
                 leaves = self._leaves(tile, of)
@@ -157,7 +153,7 @@ class _Backward:
     def _blocks(self, gradient: str) -> Blocks:
         return blocks_of(self.pattern, self.made.row, gradient=gradient)
 
-    def _rows(self, tile: Tile, refs: Sequence[Any]) -> tuple[Any, ...]:
+    def _rows(self, tile: Tile, refs: Sequence[jax.Ref]) -> tuple[Any, ...]:
         """Return of a block of queries these, what the softmax of each gave, and the cotangents of the results."""
         q, _, _, most, sums, mean, to = refs[: len(self.operands)]
         row, own = self.made.row, tuple(range(len(self.pattern.sizes)))
@@ -169,17 +165,23 @@ class _Backward:
             tile.load(to, self.pattern.mixed.result, row),
         )
 
-    def _columns(self, tile: Tile, refs: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    def _columns(self, tile: Tile, refs: Sequence[jax.Ref]) -> tuple[jax.Array, jax.Array]:
         """Return a block of keys, and of values."""
         of = zip(refs[1:3], (self.pattern.scores.columns, self.pattern.mixed.columns), strict=True)
         keys, values = (tile.load(ref, axes, self.made.key) for ref, axes in of)
         return keys, values
 
-    def _leaves(self, tile: Tile, refs: Sequence[Any]) -> list[jax.Array]:
+    def _leaves(self, tile: Tile, refs: Sequence[jax.Ref]) -> list[jax.Array]:
         return [tile.leaf(ref) for ref in refs[len(self.operands) :]]
 
     def _passed_back(
-        self, tile: Tile, rows: Any, keys: Any, values: Any, leaves: Any, learned: int | None = None
+        self,
+        tile: Tile,
+        rows: Sequence[Any],
+        keys: jax.Array,
+        values: jax.Array,
+        leaves: Sequence[jax.Array],
+        learned: int | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Return what values are multiplied by, and the gradient with respect to scores, or to a learned leaf."""
         queries, most, sums, mean, to = rows

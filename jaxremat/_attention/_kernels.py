@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -92,13 +91,13 @@ def attend_in_kernels(
     scores, mixed, result = pattern.scores, pattern.mixed, pattern.mixed.result
     others = (*made.batch, *made.groups)
 
-    def kernel(q: Any, k: Any, v: jex.Var, *refs: Any) -> None:
+    def kernel(q: jax.Ref, k: jax.Ref, v: jax.Ref, *refs: jax.Ref) -> None:
         *of, o, largest, total = refs
         row, rest = place_of(pattern.sizes[made.row], blocks.rows)
         places = made.places(rest, others)
         queries = Tile(made, blocks, places, row, 0).load(q, scores.rows, made.row)
 
-        def step(i: Any, so_far: Any) -> Any:
+        def step(i: jax.Array, so_far: tuple[jax.Array, ...]) -> Any:
             mean, most, sums = so_far
             tile = Tile(made, blocks, places, row, i * blocks.keys)
             leaves = [tile.leaf(ref) for ref in of]
@@ -155,7 +154,7 @@ def call(
     flops: float,
     programs: int,
     blocks: Blocks,
-    results: Sequence[Any],
+    results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[jax.Array],
     interpret: bool,
 ) -> list[jax.Array]:

@@ -14,7 +14,7 @@ Law: values and gradients are those of the equations that were found, up to the 
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching, mlir
 
-from .._program._compat import shaped
+from .._program._compat import Aval, DType, shaped
 from .._program._primitives import inner_eqns
 from ._gradient_kernels import gradient_in_kernels
 from ._kernels import attend_in_kernels, fits, gradient_fits
@@ -41,7 +41,7 @@ _LOWERED_FOR: ContextVar[Any] = ContextVar("lowered_for", default=None)
 
 
 @contextmanager
-def lowered_for(device: Any) -> Iterator[None]:
+def lowered_for(device: object) -> Iterator[None]:
     """Lower kernels as for a `jax.sharding.AbstractDevice` that is not there: from jax 0.11 on these ask for one."""
     token = _LOWERED_FOR.set(device)
     try:
@@ -76,7 +76,9 @@ def attend(
         *((a, own) for a in in_order(leaves, pattern)),
     ]
 
-    def part(start: Any, queries: Any, keys: Any, values: Any, *leaves: Any) -> list[jax.Array]:
+    def part(
+        start: jax.Array | int, queries: jax.Array, keys: jax.Array, values: jax.Array, *leaves: jax.Array
+    ) -> list[jax.Array]:
         x = parts.scores(start, queries, keys, leaves)
         largest = x.max(pattern.key, keepdims=True)
         weights = jnp.exp(x - largest)
@@ -103,16 +105,16 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
     spread = [tuple(d if n > 1 else None for d, n in enumerate(a.shape)) for a in learned]
 
     def part(
-        start: Any,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        largest: Any,
-        total: Any,
-        cotangent: Any,
-        *leaves: Any,
+        start: jax.Array | int,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        largest: jax.Array,
+        total: jax.Array,
+        cotangent: jax.Array,
+        *leaves: jax.Array,
     ) -> list[jax.Array]:
-        def scores(queries: Any, keys: Any, *learned: Any) -> Any:
+        def scores(queries: jax.Array, keys: jax.Array, *learned: Any) -> Any:
             biases = dict(zip(pattern.learned, learned, strict=True))
             return parts.scores(start, queries, keys, [biases.get(i, a) for i, a in enumerate(leaves)])
 
@@ -140,7 +142,7 @@ class _Parts:
         self.sizes[self.axis] = self.size
 
     def scores(
-        self, start: Any, queries: jax.Array, keys: jax.Array, leaves: Sequence[jax.Array]
+        self, start: jax.Array | int, queries: jax.Array, keys: jax.Array, leaves: Sequence[jax.Array]
     ) -> jax.Array:
         """Return what the softmax is of."""
         pattern = self.pattern
@@ -148,16 +150,19 @@ class _Parts:
         made = canonical(made, pattern.scores.result, len(pattern.sizes))
         return run(pattern.before, made, leaves, functools.partial(self._counted, start))
 
-    def mixing(self, start: Any, weights: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
+    def mixing(self, start: jax.Array | int, weights: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
         """Return what values are multiplied by."""
         return run(self.pattern.after, weights, leaves, functools.partial(self._counted, start))
 
-    def _counted(self, start: Any, axis: int, dtype: Any) -> jax.Array:
+    def _counted(self, start: jax.Array | int, axis: int, dtype: DType) -> jax.Array:
         found = lax.broadcasted_iota(dtype, self.sizes, axis)
         return found + jnp.asarray(start, dtype) if axis == self.axis else found
 
     def run(
-        self, part: Any, operands: Sequence[tuple[Any, Axes]], results: Sequence[tuple[Any, Axes]]
+        self,
+        part: Callable[..., list[jax.Array]],
+        operands: Sequence[tuple[jax.Array, Axes]],
+        results: Sequence[tuple[Any, Axes]],
     ) -> Any:
         """Return the results of all parts: what has no such axis is added up.
 
@@ -181,12 +186,12 @@ class _Parts:
         found, _ = lax.scan(one, begun, jnp.arange(self.count, dtype=jnp.int32))
         return [a.astype(like.dtype) for a, (like, _) in zip(found, results, strict=True)]
 
-    def _part(self, a: jax.Array, axes: Axes, start: Any) -> jax.Array:
+    def _part(self, a: jax.Array, axes: Axes, start: jax.Array | int) -> jax.Array:
         if self.axis not in axes or a.shape[d := axes.index(self.axis)] == 1:
             return a
         return lax.dynamic_slice_in_dim(a, start, self.size, d)
 
-    def _added(self, whole: jax.Array, made: jax.Array, axes: Axes, start: Any) -> jax.Array:
+    def _added(self, whole: jax.Array, made: jax.Array, axes: Axes, start: jax.Array | int) -> jax.Array:
         if self.axis not in axes:
             return whole + made.astype(whole.dtype)
         return lax.dynamic_update_slice_in_dim(whole, made.astype(whole.dtype), start, axes.index(self.axis))
@@ -225,12 +230,24 @@ def _count(pattern: Pattern, axes: Axes) -> int:
     return math.prod(pattern.sizes[axis] for axis in axes if axis is not None and axis < len(pattern.sizes))
 
 
-def _define(primitive: jex.Primitive, fn: Any, in_kernels: Any, *, gradient: bool) -> None:
-    def typed(*avals: Any, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
+def _define(
+    primitive: jex.Primitive,
+    fn: Callable[..., Sequence[jax.Array]],
+    in_kernels: Callable[..., object],
+    *,
+    gradient: bool,
+) -> None:
+    def typed(*avals: Aval, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
         del places
         return jax.make_jaxpr(functools.partial(fn, pattern=pattern, kernels=kernels))(*avals).out_avals
 
-    def placed(fn: Any, *operands: Any, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
+    def placed(
+        fn: Callable[..., Sequence[jax.Array]],
+        *operands: jax.Array,
+        pattern: Pattern,
+        kernels: bool,
+        places: Places | None,
+    ) -> Any:
         """Return what the function makes, on each device of its part where there are several."""
         if places is None:
             return fn(*operands, pattern=pattern, kernels=kernels)
@@ -240,7 +257,9 @@ def _define(primitive: jex.Primitive, fn: Any, in_kernels: Any, *, gradient: boo
 
     written = functools.partial(placed, fn)
 
-    def batched(operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+    def batched(
+        operands: Sequence[jax.Array], axes: Sequence[int | None], **params: object
+    ) -> tuple[Any, Any]:
         made = jax.vmap(functools.partial(written, **params), in_axes=axes)(*operands)
         return made, (0,) * len(made)
 
@@ -248,7 +267,7 @@ def _define(primitive: jex.Primitive, fn: Any, in_kernels: Any, *, gradient: boo
         able = kernels and (gradient_fits if gradient else fits)(pattern, operands)
         return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
 
-    def lowered(*args: Any, places: Places | None, **params: Any) -> Any:
+    def lowered(*args: object, places: Places | None, **params: object) -> Any:
         device = _LOWERED_FOR.get()
         mesh = jax.sharding.get_abstract_mesh()
         if device is not None:

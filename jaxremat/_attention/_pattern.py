@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._program._compat import DType
+
 Axes = tuple[int | None, ...]
 """Of each dimension the number of its axis; None of one of size 1 that is none."""
 
@@ -148,7 +150,7 @@ class Pattern:
         return 2.0 * self.scores_count * (of_query * query + of_value * value)
 
 
-def results_of(pattern: Pattern, values: Any) -> list[jax.ShapeDtypeStruct]:
+def results_of(pattern: Pattern, values: jax.Array | jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
     """Return the types of the result, of the largest scores and of the totals; the latter as of the softmax, f32 at
     least.
     """
@@ -192,7 +194,7 @@ def run(
     steps: Sequence[Step],
     source: jax.Array,
     leaves: Sequence[jax.Array],
-    counted: Callable[[int, Any], jax.Array],
+    counted: Callable[[int, DType], jax.Array],
     *,
     wide: bool = False,
 ) -> jax.Array:
@@ -202,7 +204,7 @@ def run(
     `wide` whether what is in fewer bits than f32 is in f32 meanwhile.
     """
 
-    def typed(dtype: Any) -> Any:
+    def typed(dtype: DType) -> Any:
         short = wide and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
         return jnp.float32 if short else dtype
 

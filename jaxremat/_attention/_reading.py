@@ -178,6 +178,10 @@ def constant(program: Program, a: Atom) -> float | None:
     return float(value) if value.shape == () and number else None
 
 
+Reference = tuple[str, int]
+"""What a step reads: the `"source"`, a `"leaf"` or another `"step"`, and which."""
+
+
 class Reading:
     """Reads a value entry by entry, backward, down to a source; **arguments:** the `source` and its `axes`; `count` of
     the scores; `leaves` so far, which are added to; `scope` that floats are not followed out of, None where they are.
@@ -186,10 +190,10 @@ class Reading:
     def __init__(
         self,
         program: Program,
-        source: Any,
+        source: Atom,
         axes: Axes,
         count: int,
-        leaves: dict[tuple[Any, Axes], int],
+        leaves: dict[tuple[Atom, Axes], int],
         scope: int | None = None,
     ):
         self.program, self.source, self.axes, self.count = program, source, axes, count
@@ -253,11 +257,11 @@ class Reading:
     def _check(self, eqn: jex.JaxprEqn) -> None:
         """Check that an operation on what depends on the source may be. **Raises:** `UnlikeError`."""
 
-    def _step(self, eqn: jex.JaxprEqn, operands: list[Atom], axis: int | None) -> Any:
+    def _step(self, eqn: jex.JaxprEqn, operands: list[Reference | Scalar], axis: int | None) -> Any:
         self.steps.append((eqn.primitive, eqn.params, operands, axis))
         return ("step", len(self.steps) - 1)
 
-    def _leaf(self, a: Atom, axes: Axes) -> Any:
+    def _leaf(self, a: Atom, axes: Axes) -> Reference:
         key = a, without_units(axes, a)
         return ("leaf", self.leaves.setdefault(key, len(self.leaves)))
 
@@ -280,7 +284,7 @@ class Reading:
         """Return the steps, with so many leaves in all."""
         first = {"source": 0, "leaf": 1, "step": 1 + leaves}
 
-        def number(a: Any) -> int | Scalar:
+        def number(a: Reference | Scalar) -> int | Scalar:
             return a if isinstance(a, Scalar) else first[a[0]] + sum(a[1:])
 
         return tuple(

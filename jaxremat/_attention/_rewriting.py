@@ -12,7 +12,7 @@ import jax.extend.core as jex
 from jax.core import ShapedArray
 
 from .._program import _compat
-from .._program._compat import Atom, shaped
+from .._program._compat import Atom, SourceInfo, shaped
 from ._finding import attention
 from ._operations import ATTENTION, GRADIENT
 from ._pattern import Pattern
@@ -76,7 +76,11 @@ def attending(
 
 
 def _eqn(
-    primitive: jex.Primitive, operands: Sequence[Atom], params: Any, named: Sequence[Any], info: Any
+    primitive: jex.Primitive,
+    operands: Sequence[Atom],
+    params: dict[str, object],
+    named: Sequence[jex.Var | None],
+    info: SourceInfo,
 ) -> Any:
     """Return the equation, whose results have these names where there are any."""
     types = [jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype) for a in operands]

@@ -59,7 +59,7 @@ def _is_softmax(program: Program, eqn: jex.JaxprEqn, axes: Axes, key: int) -> So
     return Softmax(eqn.outvars[0], of, axes, key)
 
 
-def _reduced(program: Program, a: Atom, axes: Axes, name: str, of: Any) -> Axes | None:
+def _reduced(program: Program, a: Atom, axes: Axes, name: str, of: Atom) -> Axes | None:
     """Return the axes that are left where a value is a reduction of another along one axis, spread again; None
     where not.
     """

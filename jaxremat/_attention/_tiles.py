@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from .._program._compat import DType
 from ._pattern import Axes, Pattern, run
 
 LEAST = 16
@@ -40,7 +41,7 @@ class Layout:
         """Return how many places there are along these axes."""
         return math.prod(self.pattern.sizes[axis] for axis in axes)
 
-    def places(self, number: Any, axes: Sequence[int]) -> dict[int, Any]:
+    def places(self, number: jax.Array | int, axes: Sequence[int]) -> dict[int, Any]:
         """Return the place along each axis that has this number, counted along the last first."""
         found = {}
         for axis in reversed(axes):
@@ -107,7 +108,14 @@ class Tile:
     **Arguments:** `made`, the `blocks`; `places` along axes by number; the `row` and `key` that it begins with.
     """
 
-    def __init__(self, made: Layout, blocks: Blocks, places: Mapping[int, Any], row: Any, key: Any):
+    def __init__(
+        self,
+        made: Layout,
+        blocks: Blocks,
+        places: Mapping[int, jax.Array],
+        row: jax.Array | int,
+        key: jax.Array | int,
+    ):
         self.made, self.blocks, self.places, self.row, self.key = made, blocks, places, row, key
         self.pattern = made.pattern
 
@@ -118,7 +126,7 @@ class Tile:
             return self.row, self.blocks.rows, sizes[axis]
         return self.key, self.blocks.keys, sizes[axis]
 
-    def _index(self, ref: Any, axes: Axes) -> tuple[tuple[Any, ...], list[int], jax.Array | None]:
+    def _index(self, ref: jax.Ref, axes: Axes) -> tuple[tuple[Any, ...], list[int], jax.Array | None]:
         """Return where in an array its part lies, the axes that this has, and what of it is there; None if all is."""
         index: list[Any] = []
         own: list[int] = []
@@ -147,7 +155,7 @@ class Tile:
                 mask = part if mask is None else mask & part
         return tuple(index), own, mask
 
-    def load(self, ref: Any, axes: Axes, first: int, other: float = 0.0) -> jax.Array:
+    def load(self, ref: jax.Ref, axes: Axes, first: int, other: float = 0.0) -> jax.Array:
         """Return the part of an array that this tile is of, the axis `first` in front; `other` where there
         is none.
         """
@@ -155,13 +163,13 @@ class Tile:
         found = triton.load(ref.at[index], mask=mask, other=None if mask is None else other)
         return found.T if len(own) == 2 and own[0] != first else found
 
-    def store(self, ref: Any, axes: Axes, first: int, made: jax.Array) -> None:
+    def store(self, ref: jax.Ref, axes: Axes, first: int, made: jax.Array) -> None:
         """Write such a part."""
         index, own, mask = self._index(ref, axes)
         made = made.T if len(own) == 2 and own[0] != first else made
         triton.store(ref.at[index], made.astype(ref.dtype), mask=mask)
 
-    def leaf(self, ref: Any) -> jax.Array:
+    def leaf(self, ref: jax.Ref) -> jax.Array:
         """Return a leaf for each score."""
         axes = tuple(range(len(self.pattern.sizes)))
         index, own, mask = self._index(ref, axes)
@@ -174,7 +182,7 @@ class Tile:
             return found[:, None] if own[0] == self.made.row else found[None, :]
         return found
 
-    def counted(self, axis: int, dtype: Any) -> jax.Array:
+    def counted(self, axis: int, dtype: DType) -> jax.Array:
         """Return what `run` asks for."""
         if axis not in (self.made.row, self.made.key):
             return jnp.asarray(self.places.get(axis, 0), dtype)

@@ -96,7 +96,7 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
         talks = [n for n, hint in hints.items() if hint is Console]
 
         @functools.wraps(fn)
-        def run(*, as_json: bool, debug: bool, **given: Any) -> None:
+        def run(*, as_json: bool, debug: bool, **given: object) -> None:
             narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
             out = Console(soft_wrap=True, highlight=False, width=None if narrow else FILE_WIDTH)
             with_json = Console(stderr=True, highlight=False) if as_json else out
@@ -125,7 +125,7 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
     return register
 
 
-def _is_group(hint: Any) -> bool:
+def _is_group(hint: object) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
@@ -187,7 +187,7 @@ def _place(error: BaseException) -> str:
     return ""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """JSON values; what is not finite is null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from .._api._comparison import Run, copied
+from .._program._compat import Args, Kwargs
 
 
-def concrete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+def concrete(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Return the arguments with arrays in place of shapes, and whether there were any.
 
     Floats are random in [0, 0.1), which suits weights and second moments alike; integers are 0.
     """
     shapes = 0
 
-    def fill(leaf: Any) -> Any:
+    def fill(leaf: object) -> Any:
         nonlocal shapes
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
@@ -34,7 +35,7 @@ def concrete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     return args, kwargs, shapes > 0
 
 
-def time_in_turn(runs: Mapping[str, Run], args: Any, kwargs: Any, count: int) -> dict[str, list[float]]:
+def time_in_turn(runs: Mapping[str, Run], args: object, kwargs: object, count: int) -> dict[str, list[float]]:
     """Return seconds of each run of each, in turn, so that whatever else the machine does meets all of them.
 
     Each starts from a copy of the arguments, made outside of the time, as a step may overwrite them.

@@ -75,7 +75,7 @@ class Call(NamedTuple):
                 f"This command cannot pass arguments by name to a decorated step ({', '.join(names)})."
             )
 
-        def fn(*args: Any) -> Any:
+        def fn(*args: object) -> Any:
             return self.fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
         return Call(fn, (*bound.args, *bound.kwargs.values()), {})
@@ -110,7 +110,7 @@ class Subject:
         made = resolve(source)
         return Call(fn, *split(fn, made() if callable(made) else made, source))
 
-    def jit_options(self, fn: Any) -> dict[str, Any]:
+    def jit_options(self, fn: Callable[..., object]) -> dict[str, Any]:
         """Return keyword arguments of `optimize` for the function, without those that were not given."""
         found: dict[str, Any] = {}
         for option, text in (("donate", self.donate), ("static", self.static)):
@@ -121,7 +121,7 @@ class Subject:
         return found | ({"target": self.target} if self.target else {})
 
 
-def _number(fn: Any, option: str, word: str) -> int:
+def _number(fn: Callable[..., object], option: str, word: str) -> int:
     """Return an argument's position. **Raises:** an error of usage where there is no such argument."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -208,7 +208,7 @@ class PlanningOptions:
         return None if allowed == EXACT else allowed
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _given(options: dict[str, object]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -224,7 +224,9 @@ BudgetText = Annotated[
 ]
 
 
-def step_of(subject: Subject, fn: Any, budget: str | None, options: PlanningOptions) -> Step:
+def step_of(
+    subject: Subject, fn: Callable[..., object], budget: str | None, options: PlanningOptions
+) -> Step:
     """Return the function, decorated; one that already is gets the options that were given in place of its own."""
     jit, question, fields = subject.jit_options(fn), options.question(), options.fields()
     if not isinstance(fn, Step):
@@ -241,7 +243,7 @@ def step_of(subject: Subject, fn: Any, budget: str | None, options: PlanningOpti
     return Step(_rejitted(fn._program, fresh._program, jit), replace(own, **given), follow)
 
 
-def _rejitted(old: Program, new: Program, given: dict[str, Any]) -> Program:
+def _rejitted(old: Program, new: Program, given: dict[str, object]) -> Program:
     changed = {name: getattr(new, name) for name in given if name != "target"}
     return replace(old, **changed, target=new.target if "target" in given else old.target)
 
@@ -283,7 +285,7 @@ def _imported(module: str) -> Any:
         raise ArgumentError(f"There is no module {module!r}, neither in {here} nor installed.") from None
 
 
-def split(fn: Callable[..., Any], made: Any, source: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split(fn: Callable[..., object], made: object, source: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments and those by name, from what `make_args` returned.
 
     A tuple and a dict are both where the dict's keys are names of the function's parameters; else they are its first

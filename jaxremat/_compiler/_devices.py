@@ -12,9 +12,12 @@ import os
 import platform
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from .._model._device_specs import DEVICES, DeviceSpec, find
 from .._model._host_copies import HostMemory
@@ -88,7 +91,6 @@ def measure_cpu() -> DeviceSpec:
 
 def cpu_file() -> tuple[str, Path]:
     """Return what this processor's file in the cache says it is of, and where it is."""
-    import jax  # here and in `_measure` alone: the rest of the module runs without it
 
     key = f"{_processor()}, {_cores()} cores, jax {jax.__version__}"
     return key, cache_dir() / f"cpu-{hashlib.sha256((key + _REVISION).encode()).hexdigest()[:16]}.json"
@@ -107,10 +109,9 @@ def _measure(name: str) -> DeviceSpec:
     """Return the best rates of matrix products and of a streaming kernel, rounded: noise only ever makes them
     slower.
     """
-    import jax
     import numpy as np
 
-    def seconds(fn: Any, start: Any, repeats: int = 15) -> float:
+    def seconds(fn: Callable[..., object], start: object, repeats: int = 15) -> float:
         # Compiled ahead of time and fed its own result: works inside somebody's trace too, and the donated
         # buffer is written in place, so that no page faults of fresh memory are in the time.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -5,13 +5,13 @@ is gathered. What is divided alike in both operands is added up over the devices
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._program import _compat
+from .._program._compat import Args, Kwargs
 from .._program._sharding_propagation import Layout, propagated
 from .._rewrite._gathered_operands import Gather
 from .._rewrite._trace import Traced
@@ -20,9 +20,7 @@ from ._shardings import meshes
 from ._tags import TAG
 
 
-def gathers(
-    traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Gather, ...]:
+def gathers(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> tuple[Gather, ...]:
     """Return those of the products outside of loops, also where the axes of the mesh are in types: a product may
     contract an axis that is divided in one of its operands alone.
     """

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from .._program._compat import Aval
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_light, is_view
 from .._rewrite._trace import Traced
@@ -25,7 +26,7 @@ RUNS, BATCHES = 5, 5
 
 
 def measure(
-    traced: Traced, device: Any, compiler_options: Sequence[tuple[str, Any]], above_nbytes: int
+    traced: Traced, device: Any, compiler_options: Sequence[tuple[str, object]], above_nbytes: int
 ) -> dict[int, float]:
     """Return seconds of single runs by equation index, for equations with an operand or result above a size.
 
@@ -54,7 +55,7 @@ def measure(
     return found
 
 
-def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, Any]) -> float | None:
+def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, object]) -> float | None:
     """Return the median time of a run, to two digits; None of what cannot run alone."""
     try:
         with jax.default_device(device):
@@ -74,7 +75,7 @@ def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, Any]) -> f
     return float(f"{statistics.median(times):.1e}")
 
 
-def _something(aval: Any) -> jax.Array:
+def _something(aval: Aval) -> jax.Array:
     """Return an array of this type: random where it is of floating point, because a device is faster on zeros."""
     if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
         return jax.random.uniform(jax.random.key(0), aval.shape, jax.numpy.float32).astype(aval.dtype)

@@ -14,6 +14,7 @@ import jax
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Args, Aval, Kwargs
 from .._program._host_arguments import any_on_host, from_host
 from .._rewrite._trace import Traced
 from .._runtime._errors import CompilationError, TargetError
@@ -38,7 +39,7 @@ writer of such kernels ends the process with `Check failed: buffer != nullptr` w
 """
 
 
-def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
+def compiler_options(platform: str | None = None, own: dict[str, object] | None = None) -> dict[str, Any]:
     """Return the compiler options with which XLA keeps barriers on this platform, merged with the caller's own.
 
     **Arguments:** `platform`: JAX's name for it ("cpu", "gpu"), None for the default backend's.
@@ -74,14 +75,14 @@ class Program:
     target: Target | None = None
     otherwise: tuple[tuple[str, Any], ...] = ()
 
-    def lower(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
+    def lower(self, jitted: jax.stages.Wrapped, args: Args, kwargs: Kwargs) -> Lowered:
         """Return a jitted variant of the function, lowered for the device that this program is for."""
         if self.target is None:
             return jitted.lower(*args, **kwargs)
         return self.target.lower(jitted, args, kwargs, dict(self.compiler_options))
 
     def compile(
-        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = math.inf
+        self, jitted: jax.stages.Wrapped, args: Args, kwargs: Kwargs, seconds: float = math.inf
     ) -> "Compiled":
         """Return a jitted variant of the function, compiled with the options of this program, whatever its
         own are.
@@ -95,9 +96,9 @@ class Program:
 
     def begin(
         self,
-        jitted: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        jitted: jax.stages.Wrapped,
+        args: Args,
+        kwargs: Kwargs,
         seconds: float = math.inf,
         *,
         apart: bool,
@@ -163,7 +164,7 @@ class Program:
         options = tuple(sorted((_UNOPTIMISED | dict(unfused_build.compiler_options)).items()))
         return replace(unfused_build, compiler_options=options, otherwise=unfused_build.compiler_options)
 
-    def alone(self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()) -> "Program":
+    def alone(self, fn: Callable[..., object], donate_argnums: tuple[int, ...] = ()) -> "Program":
         """Return another function, such as a part of this one, that is compiled for the same device with the same
         options.
         """
@@ -175,7 +176,7 @@ class Program:
         """`jax.jit` of the function itself."""
         return self.jit(self.fn)
 
-    def jit(self, fn: Callable[..., Any], *, keep_unused: bool = False) -> Any:
+    def jit(self, fn: Callable[..., object], *, keep_unused: bool = False) -> Any:
         """Return `jax.jit` of a function with this program's signature, with this program's options."""
         options: dict[str, Any] = {"keep_unused": keep_unused}
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
@@ -215,7 +216,7 @@ class Program:
         """Whether some argument is static."""
         return bool(self.static_argnums or self.static_argnames)
 
-    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dynamic(self, args: Sequence[object], kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that are traced."""
         numbers, names = self._static
         if not numbers and not names:
@@ -225,14 +226,14 @@ class Program:
         }
 
     def refilled(
-        self, dynamic: tuple[Sequence[Any], dict[str, Any]], args: Sequence[Any], kwargs: dict[str, Any]
+        self, dynamic: tuple[Sequence[object], dict[str, object]], args: Sequence[object], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with others in the place of those that are traced: the inverse of `dynamic`."""
         numbers, _ = self._static
         traced = iter(dynamic[0])
         return tuple(a if i in numbers else next(traced) for i, a in enumerate(args)), kwargs | dynamic[1]
 
-    def static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def static(self, args: Sequence[object], kwargs: Kwargs) -> tuple[Any, ...]:
         """Return the arguments that are not."""
         numbers, names = self._static
         return (
@@ -246,7 +247,7 @@ class Program:
         name = getattr(self.fn, "__name__", "step")
         types = traced.step(traced.closed).out_avals[: traced.source.out_tree.num_leaves]
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> Any:
             leaves = jax.tree.leaves(self.dynamic(args, kwargs))
             made = (
                 traced.source.references.run(evaluate, leaves)
@@ -261,7 +262,7 @@ class Program:
         return self.jit(step, keep_unused=keep_unused)
 
 
-def _as_weak(array: Any, aval: Any) -> Any:
+def _as_weak(array: jax.Array, aval: Aval) -> Any:
     """Return the array, with a type as weak as that of the plain step's result: what a step returns goes into the
     next.
     """
@@ -270,7 +271,7 @@ def _as_weak(array: Any, aval: Any) -> Any:
     return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
-def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def placed(program: Program, args: Args, kwargs: Kwargs) -> Program:
     """Return the program with the compiler options of the device that it is for, and such that it takes arguments
     that are in host memory.
 
@@ -290,7 +291,7 @@ def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
     return _from_host(program, args, kwargs) if any_on_host(args, kwargs) else program
 
 
-def _from_host(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def _from_host(program: Program, args: Args, kwargs: Kwargs) -> Program:
     """Return the program, which copies to the device what it computes with, unless it does so itself."""
     moving = replace(program, fn=from_host(program.fn))
     for each in (program, moving):
@@ -300,7 +301,7 @@ def _from_host(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return program  # what the user's code raises is the user's
 
 
-def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def device_of(args: Args, kwargs: Kwargs) -> Any:
     """Return the device that the step will run on: that of its first array that is committed to one or struct with
     a sharding, else the default. Of several it is the first, of this process if it has one.
     """
@@ -311,7 +312,7 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _compat.default_device()
 
 
-def processes_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+def processes_of(program: Program, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """Return the processes of this job on whose devices the step runs."""
     if jax.process_count() == 1:
         return (jax.process_index(),)
@@ -320,14 +321,12 @@ def processes_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
     return tuple(sorted(found)) or (jax.process_index(),)
 
 
-def device_count(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def device_count(program: Program, args: Args, kwargs: Kwargs) -> int:
     """Return how many devices the step is on, by its arguments and results."""
     return max((sharding.num_devices for sharding in _shardings(program, args, kwargs)), default=1)
 
 
-def _shardings(
-    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[jax.sharding.Sharding]:
+def _shardings(program: Program, args: Args, kwargs: Kwargs) -> list[jax.sharding.Sharding]:
     given = jax.tree.leaves((program.in_shardings, program.out_shardings))
     given += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
     return [sharding for sharding in given if isinstance(sharding, jax.sharding.Sharding)]

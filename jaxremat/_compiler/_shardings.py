@@ -25,7 +25,7 @@ from .._attention._pattern import Pattern
 from .._attention._places import Places
 from .._model._variant import Variant
 from .._program import _compat
-from .._program._compat import shaped
+from .._program._compat import Args, Atom, Kwargs, shaped
 from .._program._flops import aval_nbytes, eqn_flops
 from .._program._sharding_propagation import Layout, propagated
 from .._rewrite._loop_closing import close_loops
@@ -166,7 +166,7 @@ class Division:
         return self._known[traced.form]
 
 
-def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shardings:
+def shardings(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> Shardings:
     """Return where the compiler puts the values of a step that is on several devices."""
     lowered = program.lower(program.evaluating(_numbered(traced), traced, keep_unused=True), args, kwargs)
     found, arguments = propagated(lowered)
@@ -238,7 +238,7 @@ def _result(
     eqn: jex.JaxprEqn,
     k: int,
     made: Sequence[Sequence[tuple[tuple[int, ...], Layout]]],
-    layouts: Mapping[Any, Layout],
+    layouts: Mapping[Atom, Layout],
 ) -> Layout:
     """Return the layout of an equation's result, by what its operations make, or as that of what it is made of."""
     shape, name = tuple(shaped(eqn.outvars[k]).shape), eqn.primitive.name
@@ -261,7 +261,7 @@ def _result(
     return next((layouts[a] for a in same if a in layouts), ((),) * len(shape))
 
 
-def _layout_of(sharding: Any, rank: int) -> Layout:
+def _layout_of(sharding: object, rank: int) -> Layout:
     """Return the layout that a sharding asks for, whole where it names no axes."""
     if not isinstance(sharding, NamedSharding):
         return ((),) * rank
@@ -270,7 +270,7 @@ def _layout_of(sharding: Any, rank: int) -> Layout:
     return tuple(tuple((name, 1, sharding.mesh.shape[name]) for name in each) for each in named)
 
 
-def meshes(eqns: Sequence[jex.JaxprEqn], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
+def meshes(eqns: Sequence[jex.JaxprEqn], leaves: Sequence[object]) -> Iterable[Mesh | AbstractMesh]:
     """Return the meshes that arguments or the program's constraints name."""
     given = [leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None) for leaf in leaves]
     given += [eqn.params["sharding"] for eqn in eqns if eqn.primitive.name == "sharding_constraint"]

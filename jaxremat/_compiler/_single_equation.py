@@ -31,7 +31,7 @@ def key(eqn: jex.JaxprEqn, where: object) -> str:
 class Figures:
     """Numbers by key in a file of the cache folder. **Arguments:** `name` of the file; `kind` its numbers' type."""
 
-    def __init__(self, name: str, kind: Callable[[Any], Any]):
+    def __init__(self, name: str, kind: Callable[[Any], object]):
         self.path: Path = cache_dir() / name
         self.kind = kind
         self.fresh: dict[str, Any] = {}
@@ -43,7 +43,7 @@ class Figures:
 
         return read(self.path, parse) or {}
 
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+    def get(self, key: str, measure: Callable[[], object]) -> Any:
         """Return the number for a key, measured if it is not known."""
         if key not in self.known:
             self.known[key] = self.fresh[key] = measure()
@@ -52,7 +52,7 @@ class Figures:
     def __enter__(self) -> "Figures":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.store()  # what was measured before Ctrl-C too
 
     def store(self) -> None:

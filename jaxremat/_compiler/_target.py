@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import jax
 
 from .._attention._operations import lowered_for
 from .._model._device_specs import DEVICES, DeviceSpec
+from .._program._compat import Args, Kwargs
 from .._runtime._errors import CompilationError, TargetError
 from .._runtime._extras import version_of
 from .._runtime._worker import WorkerLateError, WorkerLostError, WorkerRefusedError, ask
@@ -98,7 +100,7 @@ class Target:
         return jax.sharding.AbstractDevice(_KINDS.get(chip.capability, self.spec.name), chip.cores, "gpu")
 
     def lower(
-        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+        self, jitted: jax.stages.Wrapped, args: Args, kwargs: Kwargs, options: Mapping[str, object]
     ) -> "TargetLowered":
         """Return a jitted function, lowered for the device with these compiler options.
 
@@ -145,7 +147,7 @@ _KINDS = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H100", (10
 class TargetLowered:
     """A step lowered for a target, as `jax.stages.Lowered`."""
 
-    def __init__(self, target: Target, lowered: jax.stages.Lowered, options: dict[str, Any]):
+    def __init__(self, target: Target, lowered: jax.stages.Lowered, options: Mapping[str, object]):
         self.target = target
         self._lowered = lowered
         self._options = options
@@ -171,7 +173,7 @@ class TargetLowered:
 
 @functools.lru_cache(maxsize=16)  # planning one step for several budgets compiles the plain step once
 def _compile(
-    target: Target, topology: str, module: bytes, options: tuple[tuple[str, Any], ...], seconds: float
+    target: Target, topology: str, module: bytes, options: tuple[tuple[str, object], ...], seconds: float
 ) -> tuple[dict[str, int], str]:
     chip = target.spec.chip
     assert chip is not None
@@ -236,7 +238,7 @@ class TargetCompiled:
         """Return XLA's figures in bytes, as attributes (`temp_size_in_bytes`)."""
         return SimpleNamespace(**self._figures)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise TargetError(
             f'The step was planned for `target="{self.target.name}"` and cannot run on this machine. Save its '
             'plan with `step.plan(...).save("plan.json")`, and on that device write '

@@ -15,6 +15,8 @@ with suppress(OSError):
     # Where a compilation takes all memory, Linux kills this process, and not the user's, which plans another form.
     Path("/proc/self/oom_score_adj").write_text("1000")
 
+from collections.abc import Sequence
+
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
@@ -25,7 +27,7 @@ from jaxlib.mlir import ir
 _FIGURES = ("argument", "output", "alias", "temp", "host_temp")
 
 
-def answer(request: tuple[str, str, bytes, dict[str, Any]]) -> tuple[dict[str, int], str]:
+def answer(request: tuple[str, str, bytes, dict[str, str]]) -> tuple[dict[str, int], str]:
     """Return the figures and the HLO of a module, from a chip's description, a topology, bytecode and options."""
     config, topology, module, options = request
     return _compile(_devices(config, topology), module, options)
@@ -39,7 +41,7 @@ def _devices(config: str, topology: str) -> Any:
     return found.devices
 
 
-def _compile(devices: Any, module: bytes, options: dict[str, Any]) -> tuple[dict[str, int], str]:
+def _compile(devices: Sequence[Any], module: bytes, options: dict[str, str]) -> tuple[dict[str, int], str]:
     """Return memory figures of one device in bytes by name, and the scheduled HLO module as text."""
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)

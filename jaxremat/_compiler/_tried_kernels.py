@@ -19,6 +19,7 @@ from .._attention import _gradient_kernels, _kernels, _tiles
 from .._attention._finding import Site
 from .._attention._operations import ATTENTION, GRADIENT
 from .._attention._pattern import Axes, Pattern
+from .._program._compat import Aval
 from .._runtime._errors import warn
 from .._runtime._progress import phase
 from ._single_equation import Figures
@@ -100,7 +101,7 @@ def _both_passes(
     return [result, *GRADIENT.bind(*of, *whole, *sums, cotangent, *leaves, **params)]
 
 
-def _something(random: np.random.Generator, pattern: Pattern, axes: Axes, aval: Any) -> jax.Array:
+def _something(random: np.random.Generator, pattern: Pattern, axes: Axes, aval: Aval) -> jax.Array:
     """Return random numbers of this type, as large as the pattern has its axes."""
     rank = len(pattern.sizes)
     shape = [

@@ -13,6 +13,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._inline import Inliner
 from ._naming import named_behind
 
@@ -53,7 +54,7 @@ class Body:
         }
 
 
-def bodies(closed: jex.ClosedJaxpr, labels: dict[Any, str], first: int = 0) -> Body:
+def bodies(closed: jex.ClosedJaxpr, labels: dict[jex.Var, str], first: int = 0) -> Body:
     """Return the bodies of a flat jaxpr, whose equations are numbered from `first` on; bodies become flat, too."""
     numbers, inner = [], {}
     for i, eqn in enumerate(closed.jaxpr.eqns):
@@ -105,7 +106,7 @@ def numbered(body: Body, naming: Naming = named_behind) -> jex.ClosedJaxpr:
 def copied(
     body: Body,
     positions: Iterable[int],
-    rename: dict[Any, Any],
+    rename: dict[jex.Var, Atom],
     chosen: Callable[[str], bool],
     naming: Naming,
 ) -> list[Any]:

@@ -25,11 +25,11 @@ def differentiable_barrier(
         return _compat.barrier(operands, outvars, source_info)
 
     @jax.custom_jvp
-    def passing(*primals: Any) -> Any:
+    def passing(*primals: jax.Array) -> Any:
         return jax.lax.optimization_barrier(primals)
 
     @passing.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         return passing(*primals), tangents
 
     closed = jax.make_jaxpr(passing)(*(a.aval for a in operands))

@@ -6,7 +6,6 @@ is costly within kernels of both passes once, and keeps it. Elsewhere kernels do
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
@@ -30,9 +29,9 @@ class Hazards:
     def __init__(
         self,
         graph: Graph,
-        source: Sequence[Any],
-        readers: Mapping[Any, Sequence[int]],
-        value_of: Mapping[Any, int],
+        source: Sequence[jex.JaxprEqn],
+        readers: Mapping[jex.Var, Sequence[int]],
+        value_of: Mapping[jex.Var, int],
     ):
         self.graph = graph
         self.source = source

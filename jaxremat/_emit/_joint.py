@@ -6,9 +6,9 @@ functions stay. Law: the joint program maps (primals, cotangents of the differen
 of the differentiated primals), as `jax.vjp` does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend.core as jex
@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from .._compiler._program import Program
 from .._program import _compat
+from .._program._compat import AbstractValue, Args, Aval, Kwargs
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import is_backward
@@ -80,12 +81,12 @@ class NotReversibleError(ArgumentError):
     """JAX has no backward pass for the function."""
 
 
-def is_inexact(aval: Any) -> bool:
+def is_inexact(aval: AbstractValue) -> bool:
     """Return whether values of this type have cotangents of the same type."""
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.inexact)
+    return hasattr(aval, "dtype") and jnp.issubdtype(cast(Aval, aval).dtype, np.inexact)
 
 
-def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
+def flattened(fn: Callable[..., object], leaves: Sequence[object]) -> Function:
     """Return a function of flat arguments, for arguments of these types; it may close over tracers."""
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*leaves)
     closed, references = of_values(closed)
@@ -109,7 +110,7 @@ def in_parts(function: Function, division: Division) -> Function:
 
 
 def called(
-    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[Any, Function] | None = None
+    program: Program, args: Args, kwargs: Kwargs, known: dict[Hashable, Function] | None = None
 ) -> tuple[Function, list[Any], tuple[Any, ...]]:
     """Return a function for these arguments, those of them that are traced, and what tells one such call from
     another.
@@ -120,7 +121,7 @@ def called(
     known = {} if known is None else known
     leaves, tree = jax.tree.flatten(program.dynamic(args, kwargs))
 
-    def flat(*leaves: Any) -> Any:
+    def flat(*leaves: object) -> Any:
         args_, kwargs_ = program.refilled(jax.tree.unflatten(tree, leaves), args, kwargs)
         return program.fn(*args_, **kwargs_)
 
@@ -149,8 +150,8 @@ def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
     evaluate = jex.jaxpr_as_fun(numbered(function.body))
     known = function.differentiable
 
-    def both(primals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-        def results_of(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+    def both(primals: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
+        def results_of(chosen: list[jax.Array]) -> tuple[list[Any], list[Any]]:
             taken = iter(chosen)
             results = evaluate(*(next(taken) if w else p for p, w in zip(primals, wanted, strict=True)))
             parts = [

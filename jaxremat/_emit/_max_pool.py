@@ -43,7 +43,7 @@ def pooled_inline(eqn: jex.JaxprEqn) -> list[Any]:
         return plain(x)
 
     @pooled.defjvp
-    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[Any, Any]:
         return plain(*primals), _tangent(eqn, *primals, *tangents)
 
     closed = jax.make_jaxpr(pooled)(eqn.invars[0].aval)

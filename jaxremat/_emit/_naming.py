@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .._program import _compat
-from .._program._compat import SourceInfo
+from .._program._compat import Atom, SourceInfo
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
 from .._program._splice import inlined
@@ -29,12 +29,12 @@ def named(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
     return _self_reading(eqn, names) or named_behind(eqn, names, _in_parts)
 
 
-def _whole(value: Any, result: Any, name: str, source_info: SourceInfo) -> list[Any]:
+def _whole(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[Any]:
     """Return equations that give a value its name, by which it is called as the result."""
     return [_compat.name_eqn(value, result, name, source_info)]
 
 
-def _in_parts(value: Any, result: Any, name: str, source_info: SourceInfo) -> list[Any]:
+def _in_parts(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[Any]:
     """Return the same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
     if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
         return _whole(value, result, name, source_info)
@@ -49,7 +49,9 @@ def _put_together(x: jax.Array, name: str) -> jax.Array:
 
 
 def named_behind(
-    eqn: jex.JaxprEqn, names: dict[int, str], give: Callable[[Any, Any, str, Any], list[Any]] = _whole
+    eqn: jex.JaxprEqn,
+    names: dict[int, str],
+    give: Callable[[Atom, jex.Var, str, SourceInfo], list[jex.JaxprEqn]] = _whole,
 ) -> list[Any]:
     """Return the equation, and others that give its results their names."""
     outvars = list(eqn.outvars)
@@ -74,8 +76,8 @@ def _self_reading(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any] | None:
     alone = _compat.new_jaxpr((), (), operands, eqn.outvars, [eqn])
     plain = jex.jaxpr_as_fun(alone)
 
-    def pushed(primals: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
-        def of(chosen: list[Any]) -> Any:
+    def pushed(primals: list[jax.Array], tangents: list[jax.Array]) -> tuple[Any, Any]:
+        def of(chosen: list[jax.Array]) -> Any:
             taken = iter(chosen)
             return plain(*(next(taken) if s else p for p, s in zip(primals, smooth, strict=True)))
 
@@ -92,19 +94,19 @@ def _self_reading(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any] | None:
     fixed = dict(names)
 
     @jax.custom_jvp
-    def function(*primals: Any) -> list[Any]:
+    def function(*primals: jax.Array) -> list[Any]:
         made = plain(*primals)
         return [_put_together(y, fixed[i]) if i in fixed else y for i, y in enumerate(made)]
 
     @function.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[list[Any], list[Any]]:
         made = evaluate(*primals, *(t for t, s in zip(tangents, smooth, strict=True) if s))
         return made[: len(results)], made[len(results) :]
 
     return inlined(jax.make_jaxpr(function)(*types), operands, eqn.source_info, eqn.outvars)[0]
 
 
-def _reading_names(rule: jex.ClosedJaxpr, names: dict[Any, str]) -> jex.ClosedJaxpr | None:
+def _reading_names(rule: jex.ClosedJaxpr, names: dict[jex.Var, str]) -> jex.ClosedJaxpr | None:
     """Return the rule with these of its variables named, None where no equation reads them."""
     jaxpr = rule.jaxpr
     if not any(a in names for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)):

@@ -82,7 +82,7 @@ def _read_later(body: Body, segments: Sequence[Segment]) -> dict[Segment, set[An
     return later
 
 
-def _piece(body: Body, segment: Segment, made: Sequence[Any], names: frozenset[str]) -> jex.ClosedJaxpr:
+def _piece(body: Body, segment: Segment, made: Sequence[Atom], names: frozenset[str]) -> jex.ClosedJaxpr:
     """Return a segment as a jaxpr from the body's own variables to those of its own that are `made` for others."""
     rename: dict[Any, Any] = {}
     eqns = copied(body, segment.positions, rename, names.__contains__, _written)
@@ -102,14 +102,14 @@ def _written(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
 
 
 def _scanned(
-    eqn: jex.JaxprEqn, values: Sequence[Any], inner: Body, cut: Segmentation, names: frozenset[str]
+    eqn: jex.JaxprEqn, values: Sequence[Atom], inner: Body, cut: Segmentation, names: frozenset[str]
 ) -> list[Any]:
     """Return a scan whose body is in segments."""
     before, carries = _compat.scan_counts(eqn)
     consts, init, scanned = values[:before], values[before : before + carries], values[before + carries :]
 
     # The forward and the backward pass of a loop are loops of their own, which nothing merges.
-    def once(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def once(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
         results = _evaluated(inner, [*consts, *carry, *slices], cut, names, prevent_cse=False)
         return results[:carries], results[carries:]
 

@@ -29,6 +29,7 @@ from jax.extend.core import Var
 
 from .._model._host_copies import chain, exit_operand
 from .._program import _compat
+from .._program._compat import MemorySpace
 from .._program._splice import inlined
 from .._rewrite._loop_inlining import CARRY, LAST, STACK
 from .._rewrite._streamed_copies import UPDATES, updates
@@ -216,7 +217,7 @@ class Transfers:
         self.under_way = {each: var for each, var in self.under_way.items() if var not in results}
 
     def _copy(
-        self, var: Var, before: Sequence[int], space: object, scope: str, behind: Sequence[int] = ()
+        self, var: Var, before: Sequence[int], space: MemorySpace, scope: str, behind: Sequence[int] = ()
     ) -> Var:
         """Write a copy to that memory, with the axes put in these orders before and behind it."""
         source = self.step.source[self.step.graph.forward_stop].source_info

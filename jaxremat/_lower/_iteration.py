@@ -60,7 +60,9 @@ class Iteration:
         """What iterations that compile to the same program have in common: a long text, slowly written."""
         return str(self.closed.jaxpr)
 
-    def compiled(self, program: Program, named: Callable[[Any], Any], traced: Traced) -> Module:
+    def compiled(
+        self, program: Program, named: Callable[[Any], jax.sharding.NamedSharding | None], traced: Traced
+    ) -> Module:
         """Return what becomes of it, compiled as a whole program would be.
 
         **Arguments:** `named` gives the sharding of a variable of the whole step `traced`, None where that is not

@@ -165,7 +165,7 @@ _DIFFERENCES: dict[str, Callable[[Any, Any], str]] = {
 """What must be alike, and how it is said that it is not."""
 
 
-def _compare(process: int, theirs: dict[str, Any], own: dict[str, Any]) -> None:
+def _compare(process: int, theirs: dict[str, object], own: dict[str, object]) -> None:
     """**Raises:** `ProcessError` where a process wants something else."""
     for name, say in _DIFFERENCES.items():
         if theirs[name] != own[name]:

@@ -1,6 +1,6 @@
 """Arguments that several public functions take: checked where they are written."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from .._runtime._errors import ArgumentError, BudgetError
 from ._request import Offload
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: int | str | Sequence[int] | Sequence[str]) -> tuple[Any, ...]:
     """Return one number or name, or several, as `jax.jit` takes them."""
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
 

@@ -175,7 +175,9 @@ def is_proved(function: Function, division: Division) -> bool:
     return differs is None
 
 
-def _difference(function: Function, other: Function, program: Callable[[Function], Any]) -> str | None:
+def _difference(
+    function: Function, other: Function, program: Callable[[Function], jex.ClosedJaxpr]
+) -> str | None:
     """Return where a program of one function is not seen to be that of the other."""
     try:
         return equivalence(program(function)).difference(program(other))
@@ -183,7 +185,7 @@ def _difference(function: Function, other: Function, program: Callable[[Function
         return f"{type(error).__name__}: {error}"
 
 
-def _has_derivatives(eqn: Any) -> bool:
+def _has_derivatives(eqn: jex.JaxprEqn) -> bool:
     """Return whether an equation, or one within, is a function with derivatives of its own."""
     return any(each.primitive.name.startswith("custom_") for each in (eqn, *inner_eqns(eqn)))
 
@@ -192,7 +194,7 @@ def _with_tangents(function: Function) -> Any:
     """Return the program of values and tangents -> those of the results."""
     avals, smooth = [v.aval for v in function.closed.jaxpr.invars], function.inexact
 
-    def both(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def both(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
         known = iter(tangents)
         every = [
             next(known) if is_smooth else np.zeros(aval.shape, jax.dtypes.float0)

@@ -12,12 +12,13 @@ from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._compiler._program import Program
+from .._program._compat import Args, Kwargs
 from ._plan import MadeFor
 
 _LONGEST = 60  # characters of a static argument
 
 
-def made_for(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MadeFor:
+def made_for(program: Program, args: Args, kwargs: Kwargs) -> MadeFor:
     """Return what a plan for these arguments (arrays or `jax.ShapeDtypeStruct`s) is made for."""
     found, _ = tree_flatten_with_path(program.dynamic(args, kwargs))
     places = [_place(path) for path, _ in found]
@@ -37,17 +38,17 @@ def placeless(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def _place(path: Sequence[Any]) -> str:
+def _place(path: Sequence[object]) -> str:
     """Return `0['w']` of the first argument, `batch['x']` of one that is given by name."""
     first, *rest = path[1:]
     return f"{getattr(first, 'idx', getattr(first, 'key', first))}{keystr(tuple(rest))}"
 
 
-def _sharding(leaf: Any) -> Any:
+def _sharding(leaf: object) -> Any:
     return getattr(leaf, "sharding", None)
 
 
-def _type(leaf: Any) -> str:
+def _type(leaf: object) -> str:
     aval = jax.typeof(leaf)
     weak = " of a Python number" if getattr(aval, "weak_type", False) else ""
     where = _sharding(leaf)
@@ -55,6 +56,6 @@ def _type(leaf: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}{spec}"
 
 
-def _repr(value: Any) -> str:
+def _repr(value: object) -> str:
     text = placeless(repr(value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 from jaxlib import version as jaxlib
@@ -290,7 +290,7 @@ def enabled() -> bool:
 
 
 def key_of(
-    problem: Problem, planning: Planning, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
+    problem: Problem, planning: Planning, wanted: dict[str, object], besides: frozenset[str] = frozenset()
 ) -> str | None:
     """Return what tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
 
@@ -331,7 +331,7 @@ def _identity(solver: Solver | None) -> str | None:
     return repr(solver) if own and dataclasses.is_dataclass(solver) else None
 
 
-def _shardings(args: Any, kwargs: Any) -> list[str]:
+def _shardings(args: object, kwargs: object) -> list[str]:
     """Return how arguments are laid out over several devices; on one device arrays and mere shapes are planned
     alike.
     """

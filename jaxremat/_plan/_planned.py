@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from .._compiler._compiled_step import KINDS, CompiledStep
 from .._compiler._devices import host_memory
 from .._compiler._memory_stats import MemoryStats
@@ -184,7 +186,9 @@ def warn_of(plan: Plan) -> None:
         )
 
 
-def planned(problem: Problem, plan: Plan, planning: Planning, jitted: Any, compiled: CompiledStep) -> Planned:
+def planned(
+    problem: Problem, plan: Plan, planning: Planning, jitted: jax.stages.Wrapped, compiled: CompiledStep
+) -> Planned:
     """Return the plan of a step that was compiled to be read."""
     if not problem.unfused_builds:
         return Planned(plan, jitted, compiled)

@@ -221,7 +221,7 @@ class Problem:
         self._unproved[jitted] = unproved(planned)
         return jitted
 
-    def unproved(self, jitted: Any) -> tuple[str, ...]:
+    def unproved(self, jitted: jax.stages.Wrapped) -> tuple[str, ...]:
         """Return what of a step that was made here was not proved to be the step."""
         return self._unproved.get(jitted, ())
 
@@ -255,12 +255,12 @@ class Problem:
         """Whether several programs may be compiled at a time: not where kernels are tried out on the device."""
         return self.unfused_builds or self.program.target is not None
 
-    def compile(self, jitted: Any) -> CompiledStep:
+    def compile(self, jitted: jax.stages.Wrapped) -> CompiledStep:
         """Compile a variant of the step for the device, to be read: its memory, its kernels."""
         self.compilations.count += 1
         return CompiledStep(self.unfused_build.compile(jitted, self.args, self.kwargs), self.device)
 
-    def finished(self, jitted: Any) -> CompiledStep:
+    def finished(self, jitted: jax.stages.Wrapped) -> CompiledStep:
         """Compile the variant as it will run."""
         self.compilations.count += 1
         with phase("compiling the planned step", kind="compile"):

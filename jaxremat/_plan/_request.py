@@ -141,7 +141,7 @@ def takes_planning(fn: F) -> F:
     names = {f.name for f in fields(Planning)}
 
     @functools.wraps(fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         if moved := {name: given for name, given in kwargs.items() if name in names}:
             told = ", ".join(f"{name}={given!r}" for name, given in moved.items())
             known = ", ".join(f"`{name}`" for name in moved)

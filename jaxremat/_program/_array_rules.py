@@ -7,16 +7,17 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
-from typing import Any
 
 import jax.numpy as jnp
 
-from ._index_rules import Operands, grid, grid_steps, scalar
+from ._compat import DType
+from ._index_rules import Operands, OperationKey, grid, grid_steps, scalar
 from ._primitives import pointwise_names
 from ._value_numbers import (
     FREE,
     Affine,
     CaptureError,
+    Node,
     Type,
     Values,
     alone,
@@ -26,11 +27,14 @@ from ._value_numbers import (
     symbol_bit,
 )
 
+Window = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The key of a `slice`: where it begins and ends along each dimension, and its steps."""
+
 # Views. Whatever only changes the shape is a `reshape`.
 
 
 @rule("reshape")
-def _reshaped(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _reshaped(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     (operand,) = operands
     node = values.nodes[operand]
     if node.type == kind:
@@ -49,7 +53,7 @@ def _reshaped(values: Values, key: Any, operands: Operands, kind: Type) -> int |
     return None
 
 
-def _in_a_row(values: Values, node: Any, kind: Type) -> int | None:
+def _in_a_row(values: Values, node: Node, kind: Type) -> int | None:
     """Return a stack of stacks, whose entries are of the rows that these have one behind the other."""
     inner = values.nodes[node.operands[0]]
     if inner.op != "Stack":
@@ -65,7 +69,7 @@ def _in_a_row(values: Values, node: Any, kind: Type) -> int | None:
         return None
 
 
-def _whole_but_first(key: Any, shape: tuple[int, ...]) -> bool:
+def _whole_but_first(key: Window, shape: tuple[int, ...]) -> bool:
     start, stop, strides = key
     return all(
         (a, b, step) == (0, n, 1)
@@ -74,12 +78,12 @@ def _whole_but_first(key: Any, shape: tuple[int, ...]) -> bool:
 
 
 @rule("squeeze", "expand_dims")
-def _viewed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _viewed(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     return values.make("reshape", None, operands, kind)
 
 
 @rule("broadcast_in_dim")
-def _broadcast(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _broadcast(values: Values, key: tuple[int, ...], operands: Operands, kind: Type) -> int | None:
     operand = operands[0]
     node = values.nodes[operand]
     if len(operands) > 1:
@@ -99,7 +103,7 @@ def _broadcast(values: Values, key: Any, operands: Operands, kind: Type) -> int 
 
 
 @rule("transpose")
-def _transposed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _transposed(values: Values, key: tuple[int, ...], operands: Operands, kind: Type) -> int | None:
     (operand,) = operands
     if key == tuple(range(len(key))):
         return operand
@@ -110,7 +114,7 @@ def _transposed(values: Values, key: Any, operands: Operands, kind: Type) -> int
 
 
 @rule("convert_element_type")
-def _narrowed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _narrowed(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     """Return what was made wider and is as it was again; a product in a wide type of what is narrow, and rounded to
     that, is one of narrow numbers, which adds up in the wide type.
     """
@@ -125,7 +129,7 @@ def _narrowed(values: Values, key: Any, operands: Operands, kind: Type) -> int |
     return None
 
 
-def _holds(wide: Any, narrow: Any) -> bool:
+def _holds(wide: DType, narrow: DType) -> bool:
     """Return whether each number of a type is one of another, of the same kind."""
     if jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating):
         a, b = jnp.finfo(wide), jnp.finfo(narrow)
@@ -137,7 +141,7 @@ def _holds(wide: Any, narrow: Any) -> bool:
 
 
 @rule("rev")
-def _reversed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _reversed(values: Values, key: tuple[int, ...], operands: Operands, kind: Type) -> int | None:
     node = values.nodes[operands[0]]
     return node.operands[0] if node.op == "rev" and node.key == key else None
 
@@ -220,7 +224,7 @@ def _beside(values: Values, array: int, written: int, where: Affine, place: Affi
     return values.row(array, place) if reach and not reach[0] <= 0 <= reach[1] else None
 
 
-def _row_of_filled(values: Values, node: Any, place: Affine) -> int | None:
+def _row_of_filled(values: Values, node: Node, place: Affine) -> int | None:
     symbol, first, count = node.key
     array, value = node.operands
     reach = values.range(place)
@@ -231,14 +235,14 @@ def _row_of_filled(values: Values, node: Any, place: Affine) -> int | None:
     return values.row(array, place) if reach[1] < first or first + count <= reach[0] else None
 
 
-def _row_of_slice(values: Values, node: Any, place: Affine, kind: Type) -> int:
+def _row_of_slice(values: Values, node: Node, place: Affine, kind: Type) -> int:
     start, stop, strides = node.key
     inner = values.row(node.operands[0], plus(constant(start[0]), place, strides[0]))
     return values.make("slice", (start[1:], stop[1:], strides[1:]), [inner], kind)
 
 
 @rule("slice")
-def _slice(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _slice(values: Values, key: Window, operands: Operands, kind: Type) -> int | None:
     if values.type(operands[0]) == kind:
         return operands[0]
     node = values.nodes[operands[0]]
@@ -260,7 +264,7 @@ def _slice(values: Values, key: Any, operands: Operands, kind: Type) -> int | No
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _dynamic_slice(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     array, *indices = operands
     shape = values.type(array)[0]
     if kind[0] == shape:
@@ -272,7 +276,7 @@ def _dynamic_slice(values: Values, key: Any, operands: Operands, kind: Type) -> 
 
 
 @rule("dynamic_update_slice")
-def _dynamic_update(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _dynamic_update(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     array, update, *indices = operands
     shape = kind[0]
     place = _first_place(values, array, indices)
@@ -293,7 +297,7 @@ def _first_place(values: Values, array: int, indices: list[int]) -> Affine | Non
 
 
 @rule("Stack")
-def _stacked(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _stacked(values: Values, key: tuple[int], operands: Operands, kind: Type) -> int | None:
     (value,) = operands
     (symbol,) = key
     length = kind[0][0]
@@ -315,7 +319,7 @@ def _stacked(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
 
 
 @rule("Filled")
-def _filled(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _filled(values: Values, key: tuple[int, int, int], operands: Operands, kind: Type) -> int | None:
     symbol, first, count = key
     array, value = operands
     node = values.nodes[array]
@@ -351,7 +355,7 @@ def _is_at(values: Values, row: int, value: int, symbol: int, place: Affine) -> 
 
 
 @rule("concatenate")
-def _concatenated(values: Values, axis: Any, operands: Operands, kind: Type) -> int | None:
+def _concatenated(values: Values, axis: int, operands: Operands, kind: Type) -> int | None:
     """Stacks of one value, of some rows each, are a stack of all; slices of one, one behind the other, are a slice."""
     if len(operands) == 1:
         return operands[0]
@@ -387,7 +391,7 @@ def _concatenated(values: Values, axis: Any, operands: Operands, kind: Type) -> 
 
 
 @rule(*_POINTWISE)
-def _of_repeated(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _of_repeated(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return pointwise work on what is repeated along an axis as that on one entry there."""
     found = [_once(values, a, kind[0]) for a in operands]
     shapes = [own for a in found if (own := values.type(a)[0])]
@@ -415,7 +419,7 @@ def _once(values: Values, value: int, shape: tuple[int, ...]) -> int:
 
 
 @rule(*_POINTWISE)
-def _of_stacks(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _of_stacks(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return pointwise work on a stack is a stack of such work."""
     stacks = [values.nodes[a] for a in operands if values.nodes[a].op == "Stack"]
     if not stacks:

@@ -17,7 +17,7 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from ._compat import Atom, shaped
+from ._compat import Atom, DType, shaped
 from ._primitives import PLACES, is_placed, is_placing, is_repeatable, pointwise_names
 
 Rule = Callable[[Any], Iterator["BatchingRule"]]
@@ -120,7 +120,7 @@ def rules(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         yield from rule(eqn)
 
 
-def agree(placed: Iterable[tuple[Any, int | None]]) -> bool:
+def agree(placed: Iterable[tuple[Atom, int | None]]) -> bool:
     """Return whether no value has the axis in two dimensions."""
     found: dict[Any, int | None] = {}
     return all(found.setdefault(a, d) == d for a, d in placed)
@@ -131,7 +131,7 @@ def is_scattered(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name == "scatter-add"
 
 
-def sum_type(dtype: Any) -> Any:
+def sum_type(dtype: DType) -> Any:
     """Return the type in which parts of a sum are added up: short floating-point numbers would lose what each part
     adds.
     """

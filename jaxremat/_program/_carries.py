@@ -21,6 +21,7 @@ from ._value_numbers import (
     FREE,
     Affine,
     CaptureError,
+    Node,
     Recurrence,
     Values,
     alone,
@@ -181,7 +182,7 @@ class Carries:
                 return found
         return None
 
-    def _as_one(self, node: Any) -> dict[int, int] | None:
+    def _as_one(self, node: Node) -> dict[int, int] | None:
         values = self.values
         inner = values.recurrences[node.key[:2], node.operands]
         (symbol, *_), step = node.key, inner.step

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 
 from ._value_numbers import Affine, Values
@@ -77,7 +78,7 @@ class AllRows:
     rows: int
 
 
-def stacked(x: Any, dimension: int, count: int, size: int) -> Any:
+def stacked(x: jax.Array, dimension: int, count: int, size: int) -> Any:
     """Return a stack of so many chunks, those of the last with rows of the one before where the size does not divide
     the rows.
     """

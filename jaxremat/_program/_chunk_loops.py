@@ -34,7 +34,7 @@ from jax import lax
 from . import _compat
 from ._axes import BILINEAR, LINEAR, BatchingRule, is_scattered, rules, sum_type
 from ._chunk_kinds import Added, AllRows, Carry, Index, Kind, Places, Rows, Sum, Whole, Written, stacked
-from ._compat import shaped
+from ._compat import AbstractValue, AnyJaxpr, Atom, DType, SourceInfo, shaped
 from ._inline import followed
 from ._primitives import runs_once
 from ._splice import inlined, needed, typed
@@ -98,7 +98,7 @@ class _Chunks:
         self.spread: dict[tuple[Any, int], Rows] = {}
         self.alike_rows: set[Any] = set()  # of these all rows are alike
 
-    def program(self, operands: Sequence[Any], results: Sequence[Any]) -> jex.ClosedJaxpr:
+    def program(self, operands: Sequence[jex.Var], results: Sequence[Atom]) -> jex.ClosedJaxpr:
         """Return the equations for these operands."""
         variables, consts = [v for v, _ in self.consts.values()], [c for _, c in self.consts.values()]
         eqns = [self.eqns[i] for i in needed(self.eqns, results)]
@@ -114,7 +114,7 @@ class _Chunks:
             return kind.atom
         raise OtherLoopError
 
-    def stacked_rows(self, scanned: AllRows, chunk: Any) -> Rows:
+    def stacked_rows(self, scanned: AllRows, chunk: Atom) -> Rows:
         """Return the rows that a loop is scanned over. **Arguments:** `chunk` the body's variable for those of one."""
         shape, d = list(shaped(chunk).shape), scanned.dimension
         if not self._is_chunk(shape[d], scanned.rows):
@@ -124,7 +124,7 @@ class _Chunks:
         self.known[v] = scanned.number
         return Rows(v, d)
 
-    def stack(self, kind: Kind, shape: Sequence[int], source_info: Any) -> Any:
+    def stack(self, kind: Kind, shape: Sequence[int], source_info: SourceInfo) -> Any:
         """Return the chunks of all rows in a stack of this shape."""
         if isinstance(kind, Whole):
             closed = jax.make_jaxpr(lambda x: lax.broadcast(x, shape[:1]))(typed(kind.atom))
@@ -137,7 +137,7 @@ class _Chunks:
         self.eqns += eqns
         return made
 
-    def body(self, closed: Any, given: Sequence[Kind]) -> list[Kind]:
+    def body(self, closed: AnyJaxpr, given: Sequence[Kind]) -> list[Kind]:
         """Return what the results of a body are."""
         jaxpr, consts = _compat.opened(closed)
         env: dict[Any, Kind] = dict(zip(jaxpr.invars, given, strict=True))
@@ -552,7 +552,7 @@ class _Chunks:
         return found
 
 
-def _variable(aval: Any) -> Any:
+def _variable(aval: AbstractValue) -> Any:
     """Return a variable of a type; over which devices its values vary is not looked at."""
     return _compat.new_var(_compat.unvaried(aval))
 
@@ -561,7 +561,12 @@ def _place(kind: Kind) -> Any:
     return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, Rows) else ())
 
 
-def _is(rule: BatchingRule, operands: Any, results: Any, sizes: Any) -> bool:
+def _is(
+    rule: BatchingRule,
+    operands: Sequence[int | None],
+    results: Sequence[int | None],
+    sizes: Sequence[tuple[str, int | None]],
+) -> bool:
     same = rule.operands == operands and rule.results == tuple(results) and set(rule.sizes) == set(sizes)
     return same and (rule.summed or None not in rule.results)
 
@@ -570,5 +575,5 @@ _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 """Parameters with the size of each dimension."""
 
 
-def _are(kind: Any, types: Sequence[Any]) -> bool:
+def _are(kind: Any, types: Sequence[DType]) -> bool:
     return all(jnp.issubdtype(each, kind) for each in types)

@@ -22,7 +22,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
-from ._compat import Atom
+from ._compat import Atom, SourceInfo
 from ._inline import Inliner
 from ._primitives import (
     is_barrier,
@@ -119,7 +119,7 @@ class Equals:
         self,
         closed: jex.ClosedJaxpr,
         operands: Sequence[Atom],
-        info: Any,
+        info: SourceInfo,
         into: list[jex.JaxprEqn],
         at: int | None = None,
     ) -> list[Any]:
@@ -148,7 +148,7 @@ class Equals:
 
         return self.inliner.body(closed, list(map(anew, operands)), info, into, marks=True)
 
-    def together(self, first: Sequence[Any], second: Sequence[Any]) -> "Equals | None":
+    def together(self, first: Sequence[jex.JaxprEqn], second: Sequence[jex.JaxprEqn]) -> "Equals | None":
         """Return two bodies as one, None where the second adds contractions."""
         both = Equals(
             self.inliner,
@@ -162,7 +162,7 @@ class Equals:
         more = sum(map(is_contraction, both.eqns)) > sum(map(is_contraction, first))
         return None if more else both
 
-    def _join(self, again: Any, scope: int) -> int | None:
+    def _join(self, again: jex.JaxprEqn, scope: int) -> int | None:
         """Join the equation to an earlier one; returns that one's index."""
         for i in self._joinable.get((again.primitive, scope), ()):
             eqn = self.eqns[i]
@@ -189,9 +189,9 @@ def _variables(atoms: Sequence[Atom]) -> list[Any]:
 
 def _extra(
     outvars: Sequence[jex.Var],
-    made: Sequence[Sequence[Any]],
-    own: Sequence[Any],
-    own_made: Sequence[Sequence[Any]],
+    made: Sequence[Sequence[Atom]],
+    own: Sequence[jex.Var],
+    own_made: Sequence[Sequence[Atom]],
 ) -> tuple[dict[Any, Any], dict[Any, Sequence[Any]]]:
     """Return the second's results by those of the first, and what of them the first has not, by name.
 
@@ -209,7 +209,7 @@ def _extra(
     return found, extra
 
 
-def _joined_scans(eqn: jex.JaxprEqn, again: Any, around: Equals, at: int) -> _Joined | None:
+def _joined_scans(eqn: jex.JaxprEqn, again: jex.JaxprEqn, around: Equals, at: int) -> _Joined | None:
     length = eqn.params["length"]
     if any(eqn.params[name] != again.params[name] for name in ("length", "reverse")):
         return None
@@ -256,11 +256,11 @@ def _joined_scans(eqn: jex.JaxprEqn, again: Any, around: Equals, at: int) -> _Jo
     return _Joined(_compat.scan_like(eqn, body, length, operands, (lasts, [*stacks, *extra])), found)
 
 
-def _slice(length: int, array: Any) -> Any:
+def _slice(length: int, array: Atom) -> Any:
     return _compat.new_var(jex.mapped_aval(length, 0, array.aval))
 
 
-def _joined_conds(eqn: jex.JaxprEqn, again: Any, around: Equals, at: int) -> _Joined | None:
+def _joined_conds(eqn: jex.JaxprEqn, again: jex.JaxprEqn, around: Equals, at: int) -> _Joined | None:
     branches = eqn.params["branches"]
     if around.value(eqn.invars[0]) != around.value(again.invars[0]) or len(branches) != len(
         again.params["branches"]
@@ -318,7 +318,7 @@ def _key(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
     return key
 
 
-def _like(eqn: jex.JaxprEqn, invars: Any) -> Any:
+def _like(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
     params = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
     return (eqn.primitive, invars, params, eqn.ctx, tuple(v.aval for v in eqn.outvars))
 
@@ -328,7 +328,7 @@ class _Typed(tuple):
 
     __slots__ = ()
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: object) -> bool:
         return False
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 import jax
 import jax.core
 import jax.extend.core as jex
+import numpy as np
 from jax._src import ad_checkpoint as _checkpoint
 from jax._src import api_util as _api_util
 from jax._src import config as _config
@@ -42,8 +43,17 @@ if TYPE_CHECKING:
 Atom: TypeAlias = jex.Var | jex.Literal
 """What an equation reads."""
 
+MemorySpace: TypeAlias = _core.MemorySpace
+"""In which of a device's memories arrays are."""
+
+AbstractValue: TypeAlias = jax.core.AbstractValue
+"""The type of a variable, of an array or not."""
+
 Aval: TypeAlias = jax.core.ShapedArray
 """The shape and the type of an array."""
+
+DType: TypeAlias = np.dtype
+"""The type of an array's entries."""
 
 SourceInfo: TypeAlias = _source.SourceInfo
 """The user's line and the name stack of an equation."""
@@ -51,17 +61,23 @@ SourceInfo: TypeAlias = _source.SourceInfo
 AnyJaxpr: TypeAlias = jex.Jaxpr | jex.ClosedJaxpr
 """What an equation may have for a body."""
 
+Args: TypeAlias = tuple[object, ...]
+"""A call's positional arguments, trees of arrays and whatever else a user hands over."""
+
+Kwargs: TypeAlias = dict[str, object]
+"""A call's arguments by name."""
+
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
-def new_var(aval: Any) -> jex.Var:
+def new_var(aval: AbstractValue) -> jex.Var:
     """Return a fresh variable of this type."""
     return jex.Var(aval)
 
 
 def new_jaxpr(
     constvars: Sequence[jex.Var],
-    consts: Sequence[Any],
+    consts: Sequence[object],
     invars: Sequence[jex.Var],
     outvars: Sequence[Atom],
     eqns: Sequence[jex.JaxprEqn],
@@ -136,7 +152,7 @@ def name_stack_text(eqn: jex.JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def under(outer: Any, eqn: jex.JaxprEqn) -> Any:
+def under(outer: SourceInfo, eqn: jex.JaxprEqn) -> Any:
     """Return the source info of an inlined equation: its own line, its name stack below that of the call."""
     info = eqn.source_info
     stack = outer.name_stack + info.name_stack
@@ -154,7 +170,7 @@ def has_scope(eqn: jex.JaxprEqn, scope: str) -> bool:
     return any(part.name == scope for part in eqn.source_info.name_stack.stack)
 
 
-def scope_below(eqn: jex.JaxprEqn, outer: Any) -> str:
+def scope_below(eqn: jex.JaxprEqn, outer: jex.JaxprEqn) -> str:
     """Return the first name in the equation's name stack below that of another equation, "" where it is not below
     it.
     """
@@ -179,7 +195,7 @@ def as_forward(eqn: jex.JaxprEqn) -> Any:
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
 
 
-def as_backward(eqn: jex.JaxprEqn, like: Any, scope: str) -> Any:
+def as_backward(eqn: jex.JaxprEqn, like: jex.JaxprEqn, scope: str) -> Any:
     """Return an equation that the backward pass runs for another, under that one's names, one more, and its own
     line.
     """
@@ -222,7 +238,7 @@ def _user_frame(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
     return (None if traceback is None else _source.user_frame(traceback)), traceback
 
 
-def _as_line(frame: Any) -> str:
+def _as_line(frame: _source.Frame) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
 
 
@@ -261,7 +277,7 @@ def is_plain_call(params: dict[str, Any]) -> bool:
 _JITTED: type = type(jax.jit(lambda: None))
 
 
-def jit_options(fn: Any) -> dict[str, Any] | None:
+def jit_options(fn: object) -> dict[str, Any] | None:
     """Return what `jax.jit` was given with a function, by name, None or () for what it was not; None of a function
     that is not jitted. Numbers and names of arguments are both there where one of them is given.
     """
@@ -286,11 +302,12 @@ def varying_axes(var: Atom) -> frozenset[Any]:
     return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
 
 
-def unvaried(aval: Any) -> Any:
+def unvaried(aval: AbstractValue) -> Any:
     """Return the type of a value that is the same on all devices."""
     if not varying_axes(new_var(aval)):
         return aval
-    return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    array = cast(Aval, aval)
+    return _core.ShapedArray(array.shape, array.dtype, weak_type=array.weak_type)
 
 
 def is_literal(atom: Atom) -> "TypeIs[jex.Literal]":
@@ -303,7 +320,7 @@ def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
-def renamed(eqn: jex.JaxprEqn, names: Mapping[Any, Any]) -> Any:
+def renamed(eqn: jex.JaxprEqn, names: Mapping[jex.Var, Atom]) -> Any:
     """Return the equation with other operands, where there are names for them."""
     invars = [a if is_literal(a) else names.get(a, a) for a in eqn.invars]
     return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
@@ -320,7 +337,7 @@ def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
     return cast(jex.Jaxpr, getattr(jaxpr, "jaxpr", jaxpr)), getattr(jaxpr, "consts", ())
 
 
-def literal(value: Any) -> Any:
+def literal(value: object) -> Any:
     """Return an inline constant."""
     return jex.Literal(value, jax.typeof(value))
 
@@ -329,7 +346,7 @@ def new_eqn(
     invars: Sequence[Atom],
     outvars: Sequence[jex.Var],
     primitive: jex.Primitive,
-    params: dict[str, Any],
+    params: Mapping[str, object],
     source_info: SourceInfo,
 ) -> Any:
     """Return an equation without effects."""
@@ -352,7 +369,7 @@ def scan_operands(eqn: jex.JaxprEqn) -> tuple[Sequence[Any], Sequence[Any], Sequ
 
 
 def cond_like(
-    eqn: jex.JaxprEqn, branches: Sequence[Any], invars: Sequence[Atom], outvars: Sequence[jex.Var]
+    eqn: jex.JaxprEqn, branches: Sequence[AnyJaxpr], invars: Sequence[Atom], outvars: Sequence[jex.Var]
 ) -> Any:
     """Return a `cond` that chooses as another does, between other branches, which have no constants."""
     return eqn.replace(
@@ -375,10 +392,10 @@ def pruned(closed: jex.ClosedJaxpr) -> Any:
 
 def scan_like(
     eqn: jex.JaxprEqn,
-    body: Any,
+    body: jex.ClosedJaxpr,
     length: int,
-    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
-    results: tuple[Sequence[Any], Sequence[Any]],
+    operands: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
+    results: tuple[Sequence[jex.Var], Sequence[jex.Var]],
 ) -> Any:
     """Return a scan that runs as another does.
 
@@ -393,7 +410,7 @@ def scan_like(
             params["linear"] = (False,) * len(invars)
     else:
 
-        def groups(*sequences: Sequence[Any]) -> Any:
+        def groups(*sequences: Sequence[object]) -> Any:
             return _flattree.pack(tuple(_flattree.nones(len(each)) for each in sequences))
 
         params |= {"ft_in": groups(consts, init, scanned), "ft_out": groups(*results)}
@@ -408,7 +425,7 @@ def staging_checkpoints() -> AbstractContextManager[Any]:
     return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
 
 
-def name_eqn(operand: Atom, outvar: Any, name: str, source_info: SourceInfo) -> Any:
+def name_eqn(operand: Atom, outvar: jex.Var, name: str, source_info: SourceInfo) -> Any:
     """Return what `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
     if not _config.remat3.value:
         return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
@@ -499,7 +516,7 @@ SpecialValueError = _api_util.InternalFloatingPointError
 
 
 def explain_special_value(
-    error: Exception, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    error: Exception, fn: Callable[..., object], args: Sequence[object], kwargs: Kwargs
 ) -> NoReturn:
     """Run the function operation by operation, to say which one makes it. **Raises:** FloatingPointError."""
     _api_util.maybe_recursive_nan_check(error, fn, args, kwargs)
@@ -528,12 +545,12 @@ def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: S
 
 
 @functools.cache
-def _placing(space: Any) -> Any:
+def _placing(space: MemorySpace) -> Any:
     """Return the equation of putting a number there."""
     return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
 
 
-def placed(operand: Atom, space: Any, source_info: SourceInfo) -> Any:
+def placed(operand: Atom, space: MemorySpace, source_info: SourceInfo) -> Any:
     """Return a variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
     eqn = _placing(space)
     outvar = new_var(operand.aval.update(memory_space=space))

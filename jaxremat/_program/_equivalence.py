@@ -29,7 +29,7 @@ from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
 from ._primitives import PLACES, inner_eqns, is_in_chunks, runs_in_order
 from ._recurrences import again, once_more
-from ._value_numbers import Affine, Type, Values, alone, constant, symbol_bit
+from ._value_numbers import Affine, Node, Type, Values, alone, constant, symbol_bit
 
 Expansion = Callable[[Any], jex.ClosedJaxpr | None]
 """Equation -> a program that is taken for it, None where it stands for itself."""
@@ -140,7 +140,7 @@ class _Numbers:
             return grid(self.values, kind, (), constant(int(value)))
         return self.values.node("Literal", (value.tobytes(),), (), kind)
 
-    def _constant(self, const: Any, var: jex.Var) -> int:
+    def _constant(self, const: object, var: jex.Var) -> int:
         if id(const) not in self._constants:
             made = self.values.node("Constant", id(const), (), _type(var))
             self._constants[id(const)] = const, made
@@ -208,7 +208,9 @@ class _Numbers:
         yield self.turns
         self.turns, self.scope = own, around
 
-    def _turn_of(self, key: Any, turns: Sequence[dict[str, list[int]]], operands: Sequence[int]) -> None:
+    def _turn_of(
+        self, key: tuple[object, ...], turns: Sequence[dict[str, list[int]]], operands: Sequence[int]
+    ) -> None:
         """Note a loop or a choice, of which bodies have something that runs in order, runs in order itself."""
         if any(turns):
             kinds = tuple(tuple((k, len(v)) for k, v in each.items()) for each in turns)
@@ -301,7 +303,7 @@ class _Numbers:
         eqns: list[jex.JaxprEqn] = []
         fixed: list[tuple[Any, Any]] = []
 
-        def body(closed: _compat.AnyJaxpr, atoms: Sequence[Any]) -> list[Any]:
+        def body(closed: _compat.AnyJaxpr, atoms: Sequence[Atom]) -> list[Any]:
             jaxpr, own = _compat.opened(closed)
             known = [v for v, _ in zip(jaxpr.constvars, own, strict=False)]  # others are operands
             fixed.extend(zip(known, own, strict=True))
@@ -439,7 +441,7 @@ class _Numbers:
             first, second = other[0]
 
 
-def _said(node: Any) -> str:
+def _said(node: Node) -> str:
     return f"{node.op} {str(node.key)[:160]} {node.type[0]}"
 
 

@@ -2,13 +2,12 @@
 
 import math
 from functools import cache
-from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
 from .._model._device_specs import DeviceSpec
-from ._compat import shaped
+from ._compat import AbstractValue, DType, shaped
 from ._primitives import inner_jaxprs, is_light, is_threefry, is_write, on_host
 
 THREEFRY_OPERATIONS = 200.0
@@ -19,12 +18,12 @@ THREEFRY_PASSES = 55.0
 trips copies, reads and writes two words for each. Read off the program that it compiles."""
 
 
-def aval_nbytes(aval: Any) -> int:
+def aval_nbytes(aval: AbstractValue) -> int:
     """Return bytes of an array type on the device: of one in host memory none."""
     return 0 if on_host(aval) else array_nbytes(aval)
 
 
-def array_nbytes(aval: Any) -> int:
+def array_nbytes(aval: AbstractValue) -> int:
     """Return bytes of an array type, wherever it is; a random key counts its words, a token nothing."""
     shape = getattr(aval, "shape", None)
     dtype = getattr(aval, "dtype", None)
@@ -34,7 +33,7 @@ def array_nbytes(aval: Any) -> int:
 
 
 @cache
-def _item_nbytes(dtype: Any) -> float:
+def _item_nbytes(dtype: DType) -> float:
     return {"int4": 0.5, "uint4": 0.5, "int2": 0.25, "uint2": 0.25}.get(
         str(dtype), getattr(dtype, "itemsize", 8)
     )

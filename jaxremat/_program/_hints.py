@@ -5,6 +5,7 @@ lowers to nothing. A mark for a stage is put on the tangent too, whose transpose
 where in the backward pass the cut is.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +30,9 @@ mlir.register_lowering(HINT, lambda ctx, x, **_: [x])
 batching.defvectorized(HINT)
 
 
-def _jvp(primals: Any, tangents: Any, *, action: str, name: str, role: str) -> tuple[Any, Any]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, action: str, name: str, role: str
+) -> tuple[Any, Any]:
     (x,), (dx,) = primals, tangents
     made = HINT.bind(x, action=action, name=name, role=role)
     if action == "stage" and type(dx) is not ad.Zero:
@@ -37,7 +40,7 @@ def _jvp(primals: Any, tangents: Any, *, action: str, name: str, role: str) -> t
     return made, dx
 
 
-def _transpose(ct: Any, x: Any, *, action: str, name: str, role: str) -> list[Any]:
+def _transpose(ct: object, x: object, *, action: str, name: str, role: str) -> list[Any]:
     return [HINT.bind(ct, action=action, name=name, role="tangent" if role == "cotangent" else "cotangent")]
 
 
@@ -72,7 +75,7 @@ def hint(x: T, action: Literal["save", "recompute", "offload", "stage"], *, name
             f'`hint(x, {action!r})`: the action is unknown. Write "save", "recompute", "offload" or "stage".'
         )
 
-    def marked(leaf: Any) -> Any:
+    def marked(leaf: object) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         named = checkpoint_name(leaf, name) if name else leaf
@@ -113,7 +116,7 @@ def origin(eqn: jex.JaxprEqn) -> str:
     return f'hint(..., "{eqn.params["action"]}"{named}) at {_compat.calling_line(eqn) or "an unknown line"}'
 
 
-def hidden(eqns: Any) -> dict[str, str]:
+def hidden(eqns: Iterable[jex.JaxprEqn]) -> dict[str, str]:
     """Return the hints inside equations that are planned whole, each with the primitive that hides it."""
     found: dict[str, str] = {}
     for eqn in eqns:

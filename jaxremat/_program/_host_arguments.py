@@ -14,6 +14,7 @@ import jax
 
 from .._model._host_copies import LEAST_NBYTES
 from .._runtime._errors import TargetError
+from ._compat import Args, Kwargs
 from ._flops import array_nbytes
 from ._primitives import on_host
 
@@ -43,7 +44,7 @@ def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
     return jax.tree.map(lambda leaf: leaf if array_nbytes(leaf) < least_nbytes else _moved(leaf), tree)
 
 
-def _moved(leaf: Any) -> Any:
+def _moved(leaf: object) -> Any:
     if isinstance(leaf, jax.Array):
         _check_memory(leaf.sharding)
         return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST))
@@ -69,7 +70,7 @@ def _check_memory(sharding: jax.sharding.Sharding) -> None:
             )
 
 
-def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
+def from_host(fn: Callable[..., object]) -> Callable[..., Any]:
     """Return the function for arguments some of which are in host memory, though it computes with all.
 
     What it returns at the place of such an argument is put there: at the same place in the tree of results as in that
@@ -77,13 +78,13 @@ def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> Any:
         came = jax.tree.leaves_with_path((args, kwargs))
         places = {path[1:]: leaf for path, leaf in came}
         within = Counter(path[2:] for path, _ in came)
         alone = {path[2:]: leaf for path, leaf in came if within[path[2:]] == 1}
 
-        def returned(path: tuple[Any, ...], leaf: Any) -> Any:
+        def returned(path: tuple[object, ...], leaf: object) -> Any:
             if not isinstance(leaf, jax.Array) or on_host(leaf.aval):
                 return leaf
             inner = path[1:]
@@ -98,17 +99,17 @@ def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _fetched(leaf: Any) -> Any:
+def _fetched(leaf: object) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Device) if is_there(leaf) else leaf
 
 
-def is_there(leaf: Any) -> bool:
+def is_there(leaf: object) -> bool:
     """Return whether an array, or what describes one, is in host memory."""
     if isinstance(leaf, jax.Array):
         return on_host(leaf.aval)
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
 
 
-def any_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def any_on_host(args: Args, kwargs: Kwargs) -> bool:
     """Return whether some argument is in host memory."""
     return any(map(is_there, jax.tree.leaves((args, kwargs))))

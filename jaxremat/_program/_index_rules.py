@@ -3,14 +3,15 @@
 They are `Grid` nodes, whose key is what one step along each axis adds, and the first entry.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
-from ._value_numbers import Affine, Type, Values, constant, plus, rule
+from ._value_numbers import Affine, Node, Type, Values, constant, plus, rule
 
 Operands = tuple[int, ...]
+
+OperationKey = tuple[str, tuple[object, ...], *tuple[object, ...]]
+"""The key of an operation without rules of its own: its name, its primitive and parameters, and what it returns."""
 
 
 def grid(values: Values, kind: Type, steps: tuple[int, ...], first: Affine) -> int:
@@ -25,7 +26,7 @@ def scalar(values: Values, value: int) -> Affine | None:
 
 
 @rule("iota")
-def _iota(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _iota(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     if operands or not np.issubdtype(kind[1], np.integer):
         return None
     steps = tuple(int(axis == key) for axis in range(len(kind[0])))
@@ -33,7 +34,7 @@ def _iota(values: Values, key: Any, operands: Operands, kind: Type) -> int | Non
 
 
 @rule("add", "sub")
-def _sum(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _sum(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     return _combined(values, operands, kind, 1 if key[0] == "add" else -1)
 
 
@@ -48,7 +49,7 @@ def _combined(values: Values, operands: Operands, kind: Type, times: int) -> int
 
 
 @rule("mul")
-def _product(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _product(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     nodes = [values.nodes[a] for a in operands]
     if any(node.op != "Grid" for node in nodes):
         return None
@@ -62,7 +63,7 @@ def _product(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
 
 
 @rule("convert_element_type")
-def _converted(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _converted(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     node = values.nodes[operands[0]]
     if node.type[1] == kind[1]:
         return operands[0]
@@ -82,7 +83,7 @@ def _converted(values: Values, key: Any, operands: Operands, kind: Type) -> int 
 
 
 @rule("lt")
-def _less(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _less(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return whether an index is negative, as indexing asks."""
     first, second = (scalar(values, a) for a in operands)
     if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
@@ -93,7 +94,7 @@ def _less(values: Values, key: Any, operands: Operands, kind: Type) -> int | Non
 
 
 @rule("max", "min")
-def _limited(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _limited(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return the larger or the smaller of two indices, where one of them always is."""
     first, second = (scalar(values, a) for a in operands)
     if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
@@ -104,14 +105,14 @@ def _limited(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
 
 
 @rule("select_n")
-def _selected(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _selected(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
     node = values.nodes[operands[0]]
     if node.op != "Literal" or node.type[0] or node.type[1] != np.bool_:
         return None
     return operands[2 if np.frombuffer(node.key[0], np.bool_)[0] else 1]
 
 
-def _is_number(node: Any) -> bool:
+def _is_number(node: Node) -> bool:
     return node.op == "Grid" and not node.type[0] and not node.key[1][0]
 
 

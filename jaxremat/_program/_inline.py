@@ -13,7 +13,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
-from ._compat import Atom, shaped
+from ._compat import AbstractValue, Atom, SourceInfo, shaped
 from ._hints import Hint, is_hint, read_hint
 from ._operation_keys import UNCHANGED
 from ._primitives import is_backward, is_barrier, is_in_chunks
@@ -91,7 +91,7 @@ class Inliner:
         self,
         closed: jex.ClosedJaxpr,
         operands: Sequence[Atom],
-        info: Any,
+        info: SourceInfo | None,
         into: list[jex.JaxprEqn],
         *,
         marks: bool = False,
@@ -104,7 +104,7 @@ class Inliner:
         known = [self.constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
         return self._walk(jaxpr, [*known, *operands], info, into, marks)
 
-    def constant(self, const: Any, aval: Any) -> Any:
+    def constant(self, const: object, aval: AbstractValue) -> Any:
         """Return the program's variable for a constant of one of its bodies."""
         if id(const) not in self._const_of:
             self._const_of[id(const)] = _compat.new_var(aval)
@@ -113,7 +113,12 @@ class Inliner:
         return self._const_of[id(const)]
 
     def _walk(
-        self, jaxpr: jex.Jaxpr, operands: Sequence[Atom], outer: Any, into: list[jex.JaxprEqn], marks: bool
+        self,
+        jaxpr: jex.Jaxpr,
+        operands: Sequence[Atom],
+        outer: SourceInfo | None,
+        into: list[jex.JaxprEqn],
+        marks: bool,
     ) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
 
@@ -180,7 +185,7 @@ class Inliner:
             self._row_of[results[-1]] = row
         return results
 
-    def _row(self, stack: Any, info: Any, into: list[jex.JaxprEqn]) -> Any:
+    def _row(self, stack: Atom, info: SourceInfo, into: list[jex.JaxprEqn]) -> Any:
         """Return the only row of a stack."""
         if stack not in self._row_of:
             self._row_of[stack] = _compat.new_var(jex.mapped_aval(1, 0, stack.aval))
@@ -208,13 +213,19 @@ def body_of(eqn: jex.JaxprEqn) -> Any | None:
     return body
 
 
-def _append(fn: Callable[[Any], Any], atom: Atom, result: Any, info: Any, into: list[jex.JaxprEqn]) -> None:
+def _append(
+    fn: Callable[[jax.Array], jax.Array],
+    atom: Atom,
+    result: jex.Var | None,
+    info: SourceInfo,
+    into: list[jex.JaxprEqn],
+) -> None:
     """Append the one equation that a function of an atom is, under the name of its result."""
     of = jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype)
     into.extend(inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
 
 
-def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: Any) -> frozenset[int]:
+def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: SourceInfo | None) -> frozenset[int]:
     """Return the barriers, by position, behind which checkpoints begin to compute again.
 
     Under `jax_remat3` no equation of the backward pass holds a checkpoint's region. What the region reads passes
@@ -238,7 +249,7 @@ def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _computes_again(eqn: jex.JaxprEqn, info: Any) -> bool:
+def _computes_again(eqn: jex.JaxprEqn, info: SourceInfo) -> bool:
     """Return whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
     in_backward = is_backward(eqn.replace(source_info=info))
     return in_backward and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
@@ -274,8 +285,8 @@ def _each_placed(eqn: jex.JaxprEqn) -> list[Any]:
 
 def followed(
     jaxpr: jex.Jaxpr,
-    known: dict[Any, T],
-    literal: Callable[[Any], T],
+    known: dict[jex.Var, T],
+    literal: Callable[[jex.Literal], T],
     body: Callable[[_compat.AnyJaxpr, list[T]], Sequence[T]],
     results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
 ) -> list[T]:

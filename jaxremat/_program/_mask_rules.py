@@ -5,12 +5,11 @@ Law: both sides of a rule are the same, bit by bit, but for the order in which o
 """
 
 import math
-from typing import Any
 
 import numpy as np
 from jax import lax
 
-from ._index_rules import Operands, scalar
+from ._index_rules import Operands, OperationKey, scalar
 from ._value_numbers import Type, Values, constant, rule
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
@@ -25,7 +24,7 @@ def _number(values: Values, value: int) -> float | None:
 
 
 @rule(*_MIRRORED)
-def _of_clamped(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _of_clamped(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return a comparison of what is clamped with a number within the limits is one of what it was before."""
     numbers = [_number(values, a) for a in operands]
     if (numbers[0] is None) == (numbers[1] is None):
@@ -56,7 +55,7 @@ def _of_clamped(values: Values, key: Any, operands: Operands, kind: Type) -> int
 
 
 @rule("eq")
-def _of_larger(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _of_larger(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return whether one of two is the larger one: whether it is not smaller than the other one."""
     for one, result in (operands, operands[::-1]):
         node = values.nodes[result]
@@ -69,7 +68,7 @@ def _of_larger(values: Values, key: Any, operands: Operands, kind: Type) -> int 
 
 
 @rule("ne")
-def _of_bits(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _of_bits(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     """Return a mask that was packed, eight entries to a byte, and unpacked."""
     found = operands[0]
     if _number(values, operands[1]) != 0 or values.type(found)[1] != np.uint8:
@@ -106,7 +105,7 @@ def _of_bits(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
 
 
 @rule("max_pool_gradient")
-def _of_pooling(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+def _of_pooling(values: Values, key: tuple[object, ...], operands: Operands, kind: Type) -> int | None:
     """JAX's own gradient of a max-pooling, up to the order in which overlapping windows add up."""
     node = values.nodes[operands[1]]
     if node.op != "max_pool_places" or node.key[:3] != key or values.type(node.operands[0])[0] != kind[0]:

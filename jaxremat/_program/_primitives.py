@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
 from . import _compat
-from ._compat import shaped
+from ._compat import AbstractValue, AnyJaxpr, shaped
 
 SUMS = ("add", "add_any")
 """Sums of two arrays; the second are those of cotangents."""
@@ -161,12 +161,12 @@ def is_barrier(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
 
 
-def on_host(aval: Any) -> bool:
+def on_host(aval: AbstractValue) -> bool:
     """Return whether arrays of this type are in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def on_mesh(aval: Any) -> bool:
+def on_mesh(aval: AbstractValue) -> bool:
     """Return whether a type says on which devices its values are."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
@@ -320,7 +320,7 @@ def _holds(eqn: jex.JaxprEqn, names: frozenset[str]) -> bool:
 _INSIDE: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
-def _names_inside(jaxpr: Any) -> frozenset[str]:
+def _names_inside(jaxpr: AnyJaxpr) -> frozenset[str]:
     """Return the names of a body's primitives, and of those of the bodies in it. It is asked many times of the same."""
     if (found := _INSIDE.get(jaxpr)) is None:
         deeper = (_names_inside(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))

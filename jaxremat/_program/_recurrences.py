@@ -15,6 +15,7 @@ from ._value_numbers import (
     FREE,
     Affine,
     CaptureError,
+    Node,
     Recurrence,
     Values,
     alone,
@@ -28,7 +29,7 @@ Found = tuple[Recurrence, Any, tuple[int, ...], Affine]
 """A recurrence, its shape, the operands of its node, and the iteration of it that is the first."""
 
 
-def ended(values: Values, root: Recurrence, like: Any) -> tuple[Any, ...]:
+def ended(values: Values, root: Recurrence, like: Node) -> tuple[Any, ...]:
     """Return the operation, key, operands and type of the node of another recurrence, where such a node is."""
     shape, operands = canonical(values, root)
     return "Recurrence", (root.symbol, shape, like.key[2]), operands, values.type(root.root)

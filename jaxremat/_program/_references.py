@@ -34,7 +34,7 @@ class References:
         own = dict(zip(self.places, self.written[len(self.held) :], strict=True))
         return (*self.written[: len(self.held)], *(own.get(i, given) for i, given in enumerate(donated)))
 
-    def run(self, evaluate: Callable[..., Sequence[Any]], leaves: Sequence[Any]) -> Sequence[Any]:
+    def run(self, evaluate: Callable[..., Sequence[object]], leaves: Sequence[Any]) -> Sequence[Any]:
         """Call a function of values for arguments with references, and write these."""
         known = [*self.held, *(leaves[i] for i in self.places)]
         values = [leaf[...] if i in self.places else leaf for i, leaf in enumerate(leaves)]

@@ -14,7 +14,10 @@ from ._compat import Atom, SourceInfo, shaped
 
 
 def inlined(
-    closed: jex.ClosedJaxpr, operands: Sequence[Atom], source_info: SourceInfo, results: Sequence[Any] = ()
+    closed: jex.ClosedJaxpr,
+    operands: Sequence[Atom],
+    source_info: SourceInfo,
+    results: Sequence[jex.Var | None] = (),
 ) -> tuple[list[Any], list[Any]]:
     """Return the equations of a jaxpr without constants for these operands, and their results, under given names if
     any. Those that the library made have the line of what they stand for.
@@ -53,7 +56,7 @@ def typed(atom: Atom) -> Any:
 
 
 def in_place_of(
-    eqn: jex.JaxprEqn, fn: Callable[..., Any], operands: Sequence[Atom] | None = None
+    eqn: jex.JaxprEqn, fn: Callable[..., object], operands: Sequence[Atom] | None = None
 ) -> list[Any]:
     """Return the equations of a function in the place of one, of its operands or of others."""
     operands = eqn.invars if operands is None else operands

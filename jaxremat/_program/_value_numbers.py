@@ -9,7 +9,7 @@ Law: nodes of one number have the same value wherever their symbols and holes ha
 says so. Every rule is of one operation, and knows nothing of whole programs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Values:
     left: int = 0
     _known: dict[Node, int] = field(default_factory=dict)
 
-    def make(self, op: str, key: Any, operands: Iterable[int], kind: Type) -> int:
+    def make(self, op: str, key: Hashable, operands: Iterable[int], kind: Type) -> int:
         """Return the number of such a node, or of what it is by another name."""
         operands = tuple(operands)
         self.left -= 1
@@ -144,7 +144,7 @@ class Values:
             key, last = self.recurrences.popitem()
             self.alike[_begun(last)].remove(key)
 
-    def remember(self, key: tuple[Any, tuple[int, ...]], recurrence: Recurrence) -> None:
+    def remember(self, key: tuple[Hashable, tuple[int, ...]], recurrence: Recurrence) -> None:
         """Remember what a node of this key, its place left out, and these operands is."""
         if key not in self.recurrences:
             self.recurrences[key] = recurrence

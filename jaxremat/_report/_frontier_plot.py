@@ -86,7 +86,7 @@ def _tick(span_nbytes: float) -> float:
     return unit * next(n * power for n in (1, 2, 5, 10) if 8 * n * power >= span_nbytes / unit)
 
 
-def _bound(frontier: Any, ax: Any, low: int, top: float) -> None:
+def _bound(frontier: Any, ax: "Axes", low: int, top: float) -> None:
     """Draw the region that no plan of the model reaches, where something is proven."""
     high = frontier.plain.peak_nbytes
     if not frontier.bounds or high <= low:

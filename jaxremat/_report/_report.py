@@ -61,7 +61,7 @@ class Report:
             return f"<pre>{html.escape(self.text())}</pre>"
         return page(self.outcome, whole=False, summary=summary)
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: object, options: Any) -> Iterator[Any]:
         from ._rich import renderables
 
         yield from renderables(self.outcome, options.max_width)

@@ -19,12 +19,12 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._program import _compat
+from .._program._compat import DType
 from .._program._flops import aval_nbytes
 from .._program._primitives import LOOP_EDGES, LOOP_SLICES, is_pointwise
 
@@ -75,7 +75,7 @@ def is_float(atom: Var | Literal) -> bool:
 
 
 @functools.cache
-def _inexact(dtype: Any) -> bool:
+def _inexact(dtype: DType) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -153,12 +153,7 @@ class DomainEdges:
             self.near.update(dict.fromkeys(eqn.outvars, made))
 
     def _follow_large(
-        self,
-        i: int,
-        eqn: JaxprEqn,
-        small: frozenset[int],
-        makers: Mapping[Var, frozenset[int]],
-        passes: bool,
+        self, i: int, eqn: JaxprEqn, small: frozenset[int], makers: Mapping[Var, frozenset[int]], passes: bool
     ) -> None:
         operands, name = _compat.variables(eqn.invars), eqn.primitive.name
         numbers = _all(self.numbers, operands)

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from .._program import _compat
-from .._program._compat import shaped
+from .._program._compat import Aval, DType, shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import (
     SUMS,
@@ -89,7 +89,7 @@ def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(scale, shape, range(len(shape) - 1))
 
 
-def _rescaled(aval: Any, entries: jax.Array, scale: jax.Array) -> jax.Array:
+def _rescaled(aval: Aval | jax.Array, entries: jax.Array, scale: jax.Array) -> jax.Array:
     found = lax.mul(lax.convert_element_type(entries, jnp.float32), _spread(scale, entries.shape))
     return lax.convert_element_type(lax.reshape(found, aval.shape), aval.dtype)
 
@@ -104,12 +104,12 @@ def _to_float8(x: jax.Array) -> tuple[jax.Array, ...]:
     return lax.convert_element_type(entries, _FLOAT8), scale
 
 
-def _bits_axis(aval: Any) -> int | None:
+def _bits_axis(aval: Aval | jax.Array) -> int | None:
     """Return the last axis along which entries are whole bytes."""
     return next((d for d in reversed(range(aval.ndim)) if aval.shape[d] and aval.shape[d] % 8 == 0), None)
 
 
-def _in_bytes(aval: Any, axis: int) -> tuple[int, ...]:
+def _in_bytes(aval: Aval | jax.Array, axis: int) -> tuple[int, ...]:
     return (*aval.shape[:axis], aval.shape[axis] // 8, 8, *aval.shape[axis + 1 :])
 
 
@@ -121,7 +121,7 @@ def _to_bits(x: jax.Array) -> tuple[jax.Array, ...]:
     return (lax.reduce_or(lax.shift_left(bits, places), (axis + 1,)),)
 
 
-def _of_bits(aval: Any, packed: jax.Array) -> jax.Array:
+def _of_bits(aval: Aval | jax.Array, packed: jax.Array) -> jax.Array:
     axis = _bits_axis(aval)
     assert axis is not None
     shape = _in_bytes(aval, axis)
@@ -130,7 +130,7 @@ def _of_bits(aval: Any, packed: jax.Array) -> jax.Array:
     return lax.ne(lax.reshape(lax.bitwise_and(bit, np.uint8(1)), aval.shape), np.uint8(0))
 
 
-def _is_float(aval: Any, *sizes: int) -> bool:
+def _is_float(aval: Aval | jax.Array, *sizes: int) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and jnp.dtype(aval.dtype).itemsize in sizes
 
 
@@ -176,7 +176,7 @@ def allowed(names: Collection[str], devices: int) -> tuple[int, ...]:
 
 
 @cache
-def _program(encoding: Encoding, shape: tuple[int, ...], dtype: Any) -> jex.ClosedJaxpr:
+def _program(encoding: Encoding, shape: tuple[int, ...], dtype: DType) -> jex.ClosedJaxpr:
     """Return the equations that encode and decode such a value: the parts of the copy, and what is decoded of
     them.
     """
@@ -278,13 +278,13 @@ def fewer_nbytes(
     return sum(lengths[v] * (aval_nbytes(v.aval) - _copy_nbytes(kind, v.aval)) for v, kind in found)
 
 
-def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
+def _copy_nbytes(encoding: Encoding, aval: Aval | jax.Array) -> int:
     *parts, _ = _program(encoding, aval.shape, aval.dtype).jaxpr.outvars
     return sum(aval_nbytes(v.aval) for v in parts)
 
 
 @mechanism("masks in bits", off=lambda *_: [])
-def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
+def _random_masks(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[Any]:
     """Return the large masks that are made of random words entry by entry, and of no other mask."""
     words: set[Any] = set()  # and what is made of them
     found: list[Any] = []
@@ -293,13 +293,13 @@ def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) 
         operands = [a for a in _compat.variables(eqn.invars) if n * aval_nbytes(a.aval) >= large]
         if not is_random(eqn) and not (simple and operands and words.issuperset(operands)):
             continue
-        masks = {v for v in eqn.outvars if v.aval.dtype == jnp.bool_ and n * aval_nbytes(v.aval) >= large}
+        masks = {v for v in eqn.outvars if shaped(v).dtype == jnp.bool_ and n * aval_nbytes(v.aval) >= large}
         found += [v for v in eqn.outvars if v in masks and not on_host(v.aval)]
         words.update(v for v in eqn.outvars if v not in masks)
     return found
 
 
-def _dear(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
+def _dear(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[Any]:
     """Return the large values that are not made of a single large one entry by entry."""
     roots: dict[Any, frozenset[Any]] = {}  # of which such values each is made entry by entry
     found: list[Any] = []

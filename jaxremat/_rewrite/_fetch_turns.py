@@ -11,17 +11,20 @@ Law: the same rows.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax.extend.core as jex
+
 from .._model._host_copies import AT_ONCE
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._primitives import is_barrier, is_contraction, is_fetch, is_put, is_view, on_host
 from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
-from ._loop_inlining import append, row_at
+from ._loop_inlining import Section, append, row_at
 
 
 @mechanism("copies of rows in turn", off=lambda *_: None)
-def fetched_in_turn(section: Any, loop: Loop, place: Callable[[], Any]) -> None:
-    """Have the copies of a section (see `_loop_closing`) begin in turn. **Arguments:** `place` makes a variable for the
+def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) -> None:
+    """Have the copies of a section begin in turn. **Arguments:** `place` makes a variable for the
     iteration's index.
     """
     fetches = [eqn for eqn in section.eqns if is_fetch(eqn)]
@@ -62,7 +65,7 @@ def fetched_in_turn(section: Any, loop: Loop, place: Callable[[], Any]) -> None:
     section.scanned = {v: a for v, a in section.scanned.items() if not on_host(v.aval) or v in needed}
 
 
-def _reads_host(eqn: Any) -> bool:
+def _reads_host(eqn: jex.JaxprEqn) -> bool:
     """Return whether an equation gives no more than a row of an array in host memory."""
     simple = eqn.primitive.name in _ROWS or is_view(eqn) or is_barrier(eqn)
     return simple and all(on_host(v.aval) for v in eqn.outvars)
@@ -89,10 +92,10 @@ class _Read(NamedTuple):
     index: Any
 
 
-def _uses(eqns: list[Any]) -> dict[Any, _Use]:
+def _uses(eqns: list[jex.JaxprEqn]) -> dict[Any, _Use]:
     """Return for what each copy gives who reads it."""
     readers: dict[Any, list[int]] = {}
-    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    maker: dict[Atom, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     for i, eqn in enumerate(eqns):
         for a in set(_compat.variables(eqn.invars)):
             readers.setdefault(a, []).append(i)
@@ -116,7 +119,7 @@ def _uses(eqns: list[Any]) -> dict[Any, _Use]:
 
 
 def _row_read(
-    row: Any, section: Any, maker: Mapping[Any, tuple[int, Any]], place: Callable[[], Any]
+    row: Atom, section: Section, maker: Mapping[Atom, tuple[int, jex.JaxprEqn]], place: Callable[[], jex.Var]
 ) -> _Read | None:
     """Return how a row of an array in host memory is read, None where that is not seen."""
     while row in maker:
@@ -126,5 +129,5 @@ def _row_read(
             return _Read(eqn.invars[0], indices[0]) if len(indices) == 1 else None
         if not _reads_host(eqn):
             return None
-        row = eqn.invars[list(eqn.outvars).index(row)]
+        row = eqn.invars[[v is row for v in eqn.outvars].index(True)]
     return _Read(section.scanned[row], place()) if row in section.scanned else None

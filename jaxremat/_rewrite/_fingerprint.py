@@ -4,7 +4,10 @@ same equations but for shapes, so that the plan of one says much of the other.
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Any
+
+import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._compat import Atom
@@ -27,7 +30,7 @@ def fingerprint(traced: Traced) -> str:
     def atom(a: Atom) -> str:
         return f"{a.val!r}:{a.aval}" if _compat.is_literal(a) else str(index[a])
 
-    def define(variables: Any) -> str:
+    def define(variables: Iterable[jex.Var]) -> str:
         return ",".join(f"{index.setdefault(v, len(index))}:{v.aval}" for v in variables)
 
     digest.update(
@@ -64,7 +67,7 @@ def structure(traced: Traced) -> str:
     index: dict[Any, int] = {}
     digest = hashlib.sha256()
 
-    def define(variables: Any) -> str:
+    def define(variables: Iterable[jex.Var]) -> str:
         return ",".join(str(index.setdefault(v, len(index))) for v in variables)
 
     loops = [(loop.group, loop.length, loop.role, loop.parent) for loop in traced.loops]

@@ -15,6 +15,7 @@ import jax.extend.core as jex
 
 from .._attention._finding import attention
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._hints import Hint
 
 
@@ -67,7 +68,7 @@ class Encoded:
     encoding: int
     exact: bool
 
-    def renamed(self, rename: Callable[[Any], Any]) -> Encoded:
+    def renamed(self, rename: Callable[[Any], Atom]) -> Encoded:
         """Return the same of these variables."""
         names = rename(self.whole), tuple(map(rename, self.parts)), rename(self.decoded)
         return Encoded(*names, self.encoding, self.exact)
@@ -177,7 +178,7 @@ class FlatProgram:
         closed: jex.ClosedJaxpr,
         merged_of: Sequence[int],
         loop_of: Sequence[int],
-        read: Callable[[Any], Any],
+        read: Callable[[Atom], Atom],
     ) -> FlatProgram:
         """Return the program with equals computed once.
 

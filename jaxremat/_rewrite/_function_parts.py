@@ -9,7 +9,6 @@ Law: as those of `_row_regions` and `_row_chunks`. What is random is drawn befor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.extend.core as jex
 
@@ -66,7 +65,7 @@ def _ladder(found: tuple[Region, ...]) -> list[Division]:
     return [Division(found, parts) for parts in dict.fromkeys(nearest)]
 
 
-def divided(closed: jex.ClosedJaxpr, division: Division, labels: Mapping[Any, str]) -> jex.ClosedJaxpr:
+def divided(closed: jex.ClosedJaxpr, division: Division, labels: Mapping[jex.Var, str]) -> jex.ClosedJaxpr:
     """Return the function in these parts. **Arguments:** `labels` the user's `checkpoint_name`s by variable."""
     chosen = tuple(zip(division.regions, division.parts, strict=True))
     return chunked(FlatProgram.of(closed), chosen, labels, differentiable=True).closed

@@ -21,10 +21,11 @@ import jax
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Atom, DType
 from .._runtime._mechanisms import mechanism
 from ._fetch_turns import fetched_in_turn
 from ._flat_program import Loop
-from ._loop_inlining import PART, append, row_at, row_written
+from ._loop_inlining import PART, Section, append, row_at, row_written
 from ._row_reads import read_late
 
 
@@ -42,14 +43,14 @@ class _Write:
 
 
 def written_in_place(
-    section: Any,
+    section: Section,
     loop: Loop,
-    same: Callable[[Any], Any],
-    before_barrier: Callable[[Any], Any],
+    same: Callable[[Atom], Atom],
+    before_barrier: Callable[[Atom], Atom],
     *,
     materialises_eagerly: bool,
 ) -> tuple[list[Any], dict[Any, Any]]:
-    """Turn results of a section (see `_loop_closing`) into carries, and parts of arrays into equations that read
+    """Turn results of a section into carries, and parts of arrays into equations that read
     them; returns the equations that make what the carries start with, and for each result that is written over an
     array that one.
 
@@ -76,20 +77,20 @@ def written_in_place(
     taken = {id(write.eqn) for write in writes}
     section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
     own = _read_rows(
-        section, loop, writes, place, same, before_barrier, materialises_eagerly=materialises_eagerly
+        section, loop, writes, index, same, before_barrier, materialises_eagerly=materialises_eagerly
     )
     behind = _written_together(section, own, writes, loop) if materialises_eagerly else {}
     section.eqns.extend(_compat.renamed(write.eqn, behind) for write in writes if write.eqn is not None)
 
-    def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
-        index = max(section.carries, default=-1) + 1
-        section.carries[index] = begun, carried
-        section.lasts[index] = append(section.eqns, row_written, (carried, part, place), loop.eqn), array
+    def carry(begun: Atom, carried: Atom, part: Atom, array: Atom) -> None:
+        number = max(section.carries, default=-1) + 1
+        section.carries[number] = begun, carried
+        section.lasts[number] = append(section.eqns, row_written, (carried, part, index()), loop.eqn), array
 
     for array, (part, zero) in section.filled.items():
         shape, dtype = array.aval.shape, array.aval.dtype
 
-        def begin(zero: Any, shape: Any = shape, dtype: Any = dtype) -> Any:
+        def begin(zero: jax.Array, shape: tuple[int, ...] = shape, dtype: DType = dtype) -> Any:
             return jax.lax.broadcast(zero.astype(dtype), shape)
 
         carry(append(before, begin, (zero,), loop.eqn), _compat.new_var(array.aval), part, array)
@@ -105,7 +106,7 @@ def written_in_place(
     return before, over
 
 
-def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
+def _writes(section: Section, same: Callable[[Atom], Atom]) -> list[_Write]:
     """Return what is written over arrays of which the section reads rows."""
     found = [
         _Write(section.scanned[row], _compat.new_var(array.aval), part, None, array)
@@ -125,7 +126,7 @@ def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
     return found
 
 
-def _needed_besides(section: Any, writes: Sequence[_Write]) -> set[Any]:
+def _needed_besides(section: Section, writes: Sequence[_Write]) -> set[Any]:
     """Return what is needed for anything but results that are written over."""
     written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
     needed = (
@@ -138,12 +139,12 @@ def _needed_besides(section: Any, writes: Sequence[_Write]) -> set[Any]:
 
 
 def _read_rows(
-    section: Any,
+    section: Section,
     loop: Loop,
     writes: Sequence[_Write],
-    place: Any,
-    same: Callable[[Any], Any],
-    before_barrier: Callable[[Any], Any],
+    place: Callable[[], jex.Var],
+    same: Callable[[Atom], Atom],
+    before_barrier: Callable[[Atom], Atom],
     *,
     materialises_eagerly: bool,
 ) -> set[Any]:
@@ -151,7 +152,7 @@ def _read_rows(
     own work needs, which are returned with what else it needs.
     """
     carried = {v: write.carried for write in writes for v in (write.carried, same(write.start))}
-    parts = [(v, a, place) for v, a in section.scanned.items() if same(a) in carried]
+    parts = [(v, a, place()) for v, a in section.scanned.items() if same(a) in carried]
     for v, *_ in parts:
         del section.scanned[v]
     parts += [(e.outvars[0], *e.invars) for e in section.eqns if e.primitive is PART]
@@ -172,7 +173,9 @@ def _read_rows(
 
 
 @mechanism("rows written together", off=lambda *_: {})
-def _written_together(section: Any, own: set[Any], writes: Sequence[_Write], loop: Loop) -> dict[Any, Any]:
+def _written_together(
+    section: Section, own: set[jex.Var], writes: Sequence[_Write], loop: Loop
+) -> dict[Any, Any]:
     """Append barriers for results that are made of the same rows, none of which the iteration's own work needs; what
     results are called behind them.
     """

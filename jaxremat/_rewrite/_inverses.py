@@ -10,13 +10,14 @@ Law: in exact arithmetic what follows is what it was. In floats sums are rounded
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._program import _compat
-from .._program._compat import Atom, shaped
+from .._program._compat import Atom, DType, shaped
 from .._program._primitives import SUMS, is_repeatable
 from ._loop_inlining import append
 
@@ -42,14 +43,14 @@ class Following:
     **Fields:** `name` what variables that are known are called; `eqns` the equations that make them, in order.
     """
 
-    def __init__(self, maker: Callable[[Any], Any]):
+    def __init__(self, maker: Callable[[jex.Var], jex.JaxprEqn | None]):
         self.name: dict[Any, Any] = {}
         self.eqns: list[Any] = []
         self._maker = maker
         self._about: dict[Any, list[Any]] = {}
         self._slices: dict[Any, list[Any]] = {}
 
-    def know(self, names: Mapping[Any, Any]) -> None:
+    def know(self, names: Mapping[jex.Var, Atom]) -> None:
         """Take variables for known, under these names."""
         for v, name in names.items():
             self.name.setdefault(v, name)
@@ -65,7 +66,7 @@ class Following:
             self._slices.setdefault(eqn.invars[0], []).append(eqn)
         self._follow([eqn])
 
-    def needed(self, wanted: Iterable[Any], start: int = 0) -> list[Any]:
+    def needed(self, wanted: Iterable[Atom], start: int = 0) -> list[Any]:
         """Return of the equations from that one on those that make these variables."""
         needed = {self.name[v] for v in wanted}
         kept = []
@@ -82,7 +83,7 @@ class Following:
     def _is_known(self, atom: Atom) -> bool:
         return _compat.is_literal(atom) or atom in self.name
 
-    def _follow(self, waiting: list[Any]) -> None:
+    def _follow(self, waiting: list[jex.JaxprEqn]) -> None:
         while waiting:
             eqn = waiting.pop()
             for v in self._forward(eqn) or self._backward(eqn):
@@ -114,7 +115,7 @@ class Following:
         rest = [self.read(a) for j, a in enumerate(eqn.invars) if j != i]
         return [self._made(eqn, eqn.invars[i], inverse, [*map(self.read, eqn.outvars), *rest])]
 
-    def _made(self, eqn: jex.JaxprEqn, v: Atom, fn: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def _made(self, eqn: jex.JaxprEqn, v: Atom, fn: Callable[..., object], arguments: Sequence[Atom]) -> Any:
         made = _compat.new_var(v.aval)
         self.name[v] = append(self.eqns, fn, arguments, eqn, made)
         return v
@@ -130,15 +131,15 @@ class Following:
                 continue
             start = int(ends[i]) - shaped(a).shape[axis]
 
-            def part(y: Any, start: int = start, end: int = int(ends[i])) -> Any:
+            def part(y: jax.Array, start: int = start, end: int = int(ends[i])) -> Any:
                 return lax.slice_in_dim(y, start, end, axis=axis)
 
             found.append(self._made(eqn, a, part, [self.name[y]]))
         return found
 
-    def _whole(self, x: Any) -> list[Any]:
+    def _whole(self, x: Atom) -> list[Any]:
         """Return an array all of whose slices along one dimension are known."""
-        shape = x.aval.shape
+        shape = shaped(x).shape
         known = [eqn for eqn in self._slices.get(x, ()) if eqn.outvars[0] in self.name]
         for axis, size in enumerate(shape):
             covered, parts = 0, []
@@ -211,16 +212,16 @@ class Following:
         return name in _OF_POSITIVE and all(map(self._is_positive, eqn.invars))
 
 
-def _entrywise(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _entrywise(fn: Callable[..., object]) -> Callable[..., Any]:
     """Return the same of an array and one like it, or one that is spread over it."""
 
-    def spread(a: Any, shape: tuple[int, ...]) -> Any:
+    def spread(a: jax.Array, shape: tuple[int, ...]) -> Any:
         return lax.broadcast_in_dim(a, shape, range(len(shape) - a.ndim, len(shape)))
 
     return lambda y, a: fn(y, a if a.shape == y.shape else spread(a, y.shape))
 
 
-def _holds(dtype: Any, other: Any) -> bool:
+def _holds(dtype: DType, other: DType) -> bool:
     """Return whether a type of floats has all numbers of another."""
     both = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(other, jnp.floating)
     return both and jnp.promote_types(dtype, other) == dtype

@@ -33,7 +33,7 @@ def replaced(backend: Backend) -> Callable[[Any], bool]:
 
 
 @mechanism("kernels of its own choice", off=lambda *_: False)
-def _is_replaced(fuses_reductions: bool, eqn: Any) -> bool:
+def _is_replaced(fuses_reductions: bool, eqn: jex.JaxprEqn) -> bool:
     needs_replacement = (
         is_transposed(eqn) if fuses_reductions else is_depthwise_gradient(eqn) or is_named(eqn)
     )

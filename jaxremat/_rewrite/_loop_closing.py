@@ -6,7 +6,7 @@ gives the program that was there before, with the same stacked values.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax.extend.core as jex
@@ -16,7 +16,7 @@ from .._program._compat import Atom
 from .._program._primitives import is_barrier
 from ._flat_program import Loop, within
 from ._in_place_stacks import written_in_place
-from ._loop_inlining import SLICE
+from ._loop_inlining import SLICE, Section
 
 
 def close_loops(
@@ -56,7 +56,7 @@ def closed_within(
 
 
 def scan_of(
-    section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[Any, Any], *, materialises_eagerly: bool
+    section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[jex.Var, Atom], *, materialises_eagerly: bool
 ) -> Any:
     """Return the scan that a section becomes where no other hands it anything: what it reads of others are constants.
 
@@ -75,7 +75,7 @@ def before_barriers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, Any]:
     return {v: a for eqn in barriers for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
 
 
-def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
+def name_before(before: dict[jex.Var, Atom]) -> Callable[[Any], Any]:
     """Return what gives a variable its first name."""
 
     def same(atom: Atom) -> Any:
@@ -87,7 +87,7 @@ def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
 
 
 def without_unread(
-    eqns: Sequence[jex.JaxprEqn], results: Sequence[Any], kinds: Collection[str] = ("cond", "shard_map")
+    eqns: Sequence[jex.JaxprEqn], results: Sequence[Atom], kinds: Collection[str] = ("cond", "shard_map")
 ) -> list[Any]:
     """Return the equations, those of these kinds without results that nobody reads, nor what they make only those of.
 
@@ -110,25 +110,12 @@ class _Item:
     loop: int
 
 
-@dataclass
-class _Section:
-    """What a section's equations are to the scan."""
-
-    carries: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (initial, in the body)
-    lasts: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (in the body, behind the loop)
-    scanned: dict[Any, Any] = field(default_factory=dict)  # in the body -> array
-    stacked: dict[Any, Any] = field(default_factory=dict)  # array -> in the body
-    filled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, zero
-    over: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, slice written over
-    eqns: list[Any] = field(default_factory=list)
-
-
 def _closed(
     items: list[_Item],
     loop: Loop,
     loops: Sequence[Loop],
-    before: dict[Any, Any],
-    behind_barrier: dict[Any, Any],
+    before: dict[jex.Var, Atom],
+    behind_barrier: dict[jex.Var, Atom],
     materialises_eagerly: bool,
 ) -> list[_Item]:
     """Return the items with one loop's section as a scan of the loop around it."""
@@ -147,14 +134,14 @@ def _closed(
     return [*items[: at[0]], *closed, *after]
 
 
-def _sorted(eqns: Sequence[jex.JaxprEqn]) -> _Section:
-    section = _Section()
+def _sorted(eqns: Sequence[jex.JaxprEqn]) -> Section:
+    section = Section()
     for eqn in eqns:
         _sort(eqn, section)
     return section
 
 
-def _sort(eqn: jex.JaxprEqn, section: _Section) -> None:
+def _sort(eqn: jex.JaxprEqn, section: Section) -> None:
     name = eqn.primitive.name
     if name == "scan_carry":
         section.carries[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
@@ -172,7 +159,7 @@ def _sort(eqn: jex.JaxprEqn, section: _Section) -> None:
         section.eqns.append(eqn)
 
 
-def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) -> list[_Item]:
+def _handed_on(items: list[_Item], section: Section, loop: Loop, other: int) -> list[_Item]:
     """Return the items, where loop `other` reads slices of what the section's iterations make; the section stacks
     that.
     """
@@ -196,7 +183,7 @@ def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) ->
     return [*items[:at], *(_Item(eqn, other) for eqn in slices), *handed]
 
 
-def _scan(section: _Section, loop: Loop) -> Any:
+def _scan(section: Section, loop: Loop) -> Any:
     indices = sorted(section.carries)
     results = [*(section.lasts[i][0] for i in indices), *section.stacked.values()]
     section.eqns = without_unread(section.eqns, results)

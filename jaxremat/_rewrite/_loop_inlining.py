@@ -22,6 +22,7 @@ and what is the same in all iterations is read directly. Two kinds of scans are 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jax.extend.core.primitives import scan_p
 
 from .._program import _compat
 from .._program._common_subexpressions import Equals
-from .._program._compat import Atom
+from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns, inner_jaxprs, is_backward, is_light, is_pointwise, on_host
@@ -54,6 +55,19 @@ STACK.def_abstract_eval(lambda x, *_, length, **__: jex.unmapped_aval(length, 0,
 PART.def_abstract_eval(lambda x, _, *, length: jex.mapped_aval(length, 0, x))
 
 
+@dataclass
+class Section:
+    """What a section's equations are to the scan."""
+
+    carries: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (initial, in the body)
+    lasts: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (in the body, behind the loop)
+    scanned: dict[Any, Any] = field(default_factory=dict)  # in the body -> array
+    stacked: dict[Any, Any] = field(default_factory=dict)  # array -> in the body
+    filled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, zero
+    over: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, slice written over
+    eqns: list[Any] = field(default_factory=list)
+
+
 def open_loops(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     """Inline the loops of a flat program that `inliner` has made."""
     opener = Opener(inliner, program.over)
@@ -67,7 +81,7 @@ class Opener:
     **Arguments:** `over` for stacked results the scanned-over array that they are written over; the `loops` there are.
     """
 
-    def __init__(self, inliner: Inliner, over: Mapping[Any, Any], loops: Sequence[Loop] = ()):
+    def __init__(self, inliner: Inliner, over: Mapping[jex.Var, Atom], loops: Sequence[Loop] = ()):
         self.inliner = inliner
         self.over = over
         self.eqns: list[Any] = []
@@ -136,14 +150,20 @@ class Opener:
                 self._edge(STACK, atom, loop, made, *row, index=i, length=loop.length)
         return number
 
-    def _slice(self, array: Any, loop: Loop) -> Any:
+    def _slice(self, array: Atom, loop: Loop) -> Any:
         key = (loop.group, array)
         if key not in self.slices:
             self.slices[key] = self._edge(SLICE, array, loop, length=loop.length)
         return self.slices[key]
 
     def _edge(
-        self, primitive: jex.Primitive, atom: Atom, loop: Loop, made: Any = None, *more: Any, **params: Any
+        self,
+        primitive: jex.Primitive,
+        atom: Atom,
+        loop: Loop,
+        made: jex.Var | None = None,
+        *more: Atom,
+        **params: object,
     ) -> Any:
         params = {"loop": loop.id, **params}
         if made is None:
@@ -153,11 +173,16 @@ class Opener:
 
 
 def append(
-    into: list[jex.JaxprEqn], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
+    into: list[jex.JaxprEqn],
+    fn: Callable[..., object],
+    arguments: Sequence[Atom],
+    like: jex.JaxprEqn,
+    made: jex.Var | None = None,
 ) -> Any:
     """Append the equations of a function of these arguments; returns its result, of the given name if any."""
     types = [
-        a.aval if on_host(a.aval) else jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments
+        a.aval if on_host(a.aval) else jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype)
+        for a in arguments
     ]
     named = () if made is None else (made,)
     eqns, (result,) = inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
@@ -165,12 +190,12 @@ def append(
     return result
 
 
-def row_at(array: Any, index: Any) -> Any:
+def row_at(array: jax.Array, index: jax.Array) -> Any:
     """Return the row of an array at an index that is not negative."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
-def row_written(array: Any, row: Any, index: Any) -> Any:
+def row_written(array: jax.Array, row: jax.Array, index: jax.Array) -> Any:
     """Return the array with another row at an index that is not negative."""
     return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
@@ -199,12 +224,12 @@ def pairs(eqns: Sequence[jex.JaxprEqn]) -> dict[int, int]:
     return forward_of
 
 
-def _runs_backward(eqn: jex.JaxprEqn, forward: Any) -> bool:
+def _runs_backward(eqn: jex.JaxprEqn, forward: jex.JaxprEqn) -> bool:
     same = eqn.params["length"] == forward.params["length"]
     return same and eqn.params["reverse"] != forward.params["reverse"]
 
 
-def _is_recurrence(forward: Any, backward: Any) -> bool:
+def _is_recurrence(forward: jex.JaxprEqn, backward: jex.JaxprEqn) -> bool:
     """Return whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated
     linear recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
     None that `_nested_checkpointing` made is one: it reads rows of whole arrays, which only a loop inlined may.

@@ -16,7 +16,7 @@ batch normalisation between, what it is made of is kept all the same.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,7 @@ def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[Any]
 
 
 def _wanted(
-    eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool], kept: set[Any], masks: Any
+    eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool], kept: set[jex.Var], masks: Collection[int]
 ) -> set[Any]:
     """Return what the backward pass reads of the forward pass, and what of that is fused is made of, these masks
     left out.
@@ -160,7 +160,9 @@ def _wanted(
     return found
 
 
-def _frees(operand: Atom, wanted: set[Any], kept: set[Any], maker: Mapping[Any, Any]) -> bool:
+def _frees(
+    operand: Atom, wanted: set[jex.Var], kept: set[jex.Var], maker: Mapping[Atom, jex.JaxprEqn]
+) -> bool:
     """Return whether something large that the operand is made of is there for this mask alone."""
     least = _LEAST_SHARE * aval_nbytes(operand.aval)
     stack, seen = [operand], {operand}

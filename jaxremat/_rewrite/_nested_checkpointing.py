@@ -25,13 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
 from .._model._loop_levels import nested, parts
 from .._program import _compat
-from .._program._compat import Atom, shaped
+from .._program._compat import Atom, Aval, shaped
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
 from .._program._splice import needed
@@ -115,7 +116,7 @@ class _Pair:
         inliner: Inliner,
         lengths: Sequence[int],
         seen: Sequence[bool],
-        over: Mapping[Any, Any],
+        over: Mapping[jex.Var, Atom],
     ):
         self.eqn = eqn
         self.over = over
@@ -133,7 +134,7 @@ class _Pair:
         self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
         self.last: list[dict[Any, Any]] = []  # and those of each rest
 
-    def _known(self, eqn: jex.JaxprEqn, but: Sequence[Any] = ()) -> list[Any]:
+    def _known(self, eqn: jex.JaxprEqn, but: Sequence[Atom] = ()) -> list[Any]:
         """Return a scan's constants, those of its body and the arrays that it scans over but for these."""
         consts, _, arrays = operands(eqn)
         body, held = _compat.opened(eqn.params["jaxpr"])
@@ -172,7 +173,7 @@ class _Pair:
             self.last.append(dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True)))
         for v in (eqn.outvars[i] for i in self.visible):
 
-            def whole(stack: Any, *rests: Any) -> Any:
+            def whole(stack: jax.Array, *rests: jax.Array) -> Any:
                 stacks = [stack.reshape(main, *stack.shape[len(self.levels) :]), *rests]
                 return jnp.concatenate(stacks[::-1] if eqn.params["reverse"] else stacks)
 
@@ -187,7 +188,7 @@ class _Pair:
         made: list[Any] = []
         init = operands(eqn)[1]
         stacks = eqn.outvars[len(init) :]
-        state = [*init, *(self.over[v] if v in self.over else _zeros(made, v.aval, eqn) for v in stacks)]
+        state = [*init, *(self.over[v] if v in self.over else _zeros(made, shaped(v), eqn) for v in stacks)]
         begun = {self.over[v]: len(init) + i for i, v in enumerate(stacks) if v in self.over}
         places = [begun.get(a) if not _compat.is_literal(a) else None for a in known]
         self.written = {i: at for i, at in enumerate(places) if at is not None}
@@ -212,11 +213,11 @@ class _Pair:
     def _forward(
         self,
         levels: Sequence[int],
-        known: Sequence[Any],
-        init: Sequence[Any],
-        indices: Any,
+        known: Sequence[Atom],
+        init: Sequence[Atom],
+        indices: Atom,
         results: Sequence[int],
-        ends: Sequence[Any] | None = None,
+        ends: Sequence[jex.Var] | None = None,
         *,
         starts: bool = False,
         opened: bool = False,
@@ -225,7 +226,7 @@ class _Pair:
         each of its iterations starts with if they are wanted; `opened` if it is one of a pair.
         """
 
-        def body(known: list[Any], carried: list[Any], slices: list[Any]) -> Any:
+        def body(known: list[Atom], carried: list[Atom], slices: list[Atom]) -> Any:
             if len(levels) == 1:
                 eqns, made = self._iteration(self.eqn, known, carried, slices[0], {}, results, opened)
             else:
@@ -239,18 +240,18 @@ class _Pair:
         self,
         eqn: jex.JaxprEqn,
         length: int,
-        known: Sequence[Any],
-        state: Sequence[Any],
-        indices: Any,
-        handed: Sequence[Any],
-        ends: Sequence[Any] | None = None,
+        known: Sequence[Atom],
+        state: Sequence[Atom],
+        indices: Atom,
+        handed: Sequence[Atom],
+        ends: Sequence[jex.Var] | None = None,
     ) -> Any:
         """Return a backward scan whose carries are its own and the arrays of its results."""
         carries = len(operands(eqn)[1])
         residuals = self._handed(eqn)
         results = range(carries, len(eqn.outvars))
 
-        def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+        def body(known: list[Atom], state: list[Atom], slices: list[Atom]) -> Any:
             known = self._as_written(known, state)
             index, *given = slices
             there = dict(zip(residuals, given, strict=True))
@@ -268,17 +269,17 @@ class _Pair:
         self,
         eqn: jex.JaxprEqn,
         levels: Sequence[int],
-        known: Sequence[Any],
-        state: Sequence[Any],
-        indices: Any,
-        starts: Sequence[Any],
-        ends: Sequence[Any] | None = None,
+        known: Sequence[Atom],
+        state: Sequence[Atom],
+        indices: Atom,
+        starts: Sequence[Atom],
+        ends: Sequence[jex.Var] | None = None,
     ) -> Any:
         """Return the backward scan over the first level, each of whose iterations starts from a carry that
         was kept.
         """
 
-        def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+        def body(known: list[Atom], state: list[Atom], slices: list[Atom]) -> Any:
             known = self._as_written(known, state)
             index, *start = slices
             own = known[: len(self.known)]
@@ -296,17 +297,17 @@ class _Pair:
         scan = _loop(eqn, levels[0], (known, state, [indices, *starts]), body, ends)
         return scan.replace(primitive=APART)
 
-    def _as_written(self, known: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+    def _as_written(self, known: Sequence[Atom], state: Sequence[Atom]) -> list[Any]:
         """Return the constants, those that are written over as they are by now."""
         return [state[self.written[i]] if i in self.written else a for i, a in enumerate(known)]
 
     def _iteration(
         self,
         eqn: jex.JaxprEqn,
-        known: Sequence[Any],
-        carried: Sequence[Any],
-        index: Any,
-        given: dict[Any, Any],
+        known: Sequence[Atom],
+        carried: Sequence[Atom],
+        index: Atom,
+        given: dict[jex.Var, Atom],
         results: Sequence[int],
         opened: bool,
     ) -> tuple[list[Any], list[Any]]:
@@ -336,21 +337,21 @@ class _Pair:
         return append(into, made, (), self.eqn)
 
 
-def _read(atom: Atom, rename: dict[Any, Any]) -> Any:
+def _read(atom: Atom, rename: dict[jex.Var, Atom]) -> Any:
     return atom if _compat.is_literal(atom) else rename[atom]
 
 
-def _row(into: list[jex.JaxprEqn], array: Any, index: Any, like: Any, opened: bool) -> Any:
+def _row(into: list[jex.JaxprEqn], array: Atom, index: Atom, like: jex.JaxprEqn, opened: bool) -> Any:
     """Append what reads the row of an array at an index."""
     if opened:
-        params = {"length": array.aval.shape[0]}
+        params = {"length": shaped(array).shape[0]}
         made = _compat.new_var(jex.mapped_aval(params["length"], 0, array.aval))
         into.append(_compat.new_eqn([array, index], [made], PART, params, like.source_info))
         return made
     return append(into, row_at, (array, index), like)
 
 
-def _zeros(into: list[jex.JaxprEqn], aval: Any, like: Any) -> Any:
+def _zeros(into: list[jex.JaxprEqn], aval: Aval, like: jex.JaxprEqn) -> Any:
     return append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
 
 
@@ -364,11 +365,11 @@ def _fresh(atoms: Sequence[Atom]) -> list[Any]:
 
 
 def _loop(
-    like: Any,
+    like: jex.JaxprEqn,
     length: int,
-    arguments: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    arguments: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
     body: Body,
-    ends: Sequence[Any] | None = None,
+    ends: Sequence[jex.Var] | None = None,
 ) -> Any:
     """Return a scan that runs as another does, with another body, length, operands, and names of its last carries."""
     consts, init, scanned = arguments

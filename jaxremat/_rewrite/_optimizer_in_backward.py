@@ -93,7 +93,11 @@ class _Loop:
     """One backward scan, at a place among the items (index before, equation), and what it may absorb."""
 
     def __init__(
-        self, items: list[tuple[int, Any]], at: int, flat: jex.ClosedJaxpr, aliased: Mapping[Any, Any]
+        self,
+        items: list[tuple[int, jex.JaxprEqn]],
+        at: int,
+        flat: jex.ClosedJaxpr,
+        aliased: Mapping[jex.Var, jex.Var],
     ):
         self.scan = items[at][1]
         self.length = self.scan.params["length"]
@@ -238,7 +242,7 @@ class _Body:
         for array, row in zip(scanned, self.jaxpr.invars[self.first :], strict=True):
             self.rows.setdefault(array, row)
 
-    def row(self, array: Any) -> Any:
+    def row(self, array: jex.Var) -> Any:
         """Return what stands for an array in the body: its row, made there or scanned over."""
         if array in self.rows:
             return self.rows[array]
@@ -269,7 +273,7 @@ class _Body:
             return atom
         return self.known.setdefault(atom, _compat.new_var(atom.aval))
 
-    def scan(self, kept: Sequence[Any], made: Sequence[Any]) -> Any:
+    def scan(self, kept: Sequence[jex.Var], made: Sequence[jex.Var]) -> Any:
         """Return the scan that stacks these of its own results, and the others."""
         loop, invars = self.loop, self.jaxpr.invars
         cut = len(self.consts)
@@ -285,5 +289,5 @@ class _Body:
         return _compat.scan_like(loop.scan, body, loop.length, operands, (lasts, [*kept, *made]))
 
 
-def _nbytes(values: Sequence[Any]) -> int:
+def _nbytes(values: Sequence[jex.Var]) -> int:
     return sum(aval_nbytes(v.aval) for v in values)

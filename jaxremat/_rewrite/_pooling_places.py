@@ -24,7 +24,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from .._program import _compat
-from .._program._compat import Atom, shaped
+from .._program._compat import Atom, Aval, DType, SourceInfo, shaped
 from .._program._splice import inlined
 from .._runtime._mechanisms import mechanism
 
@@ -42,7 +42,12 @@ GRADIENT: Any = jex.Primitive("max_pool_gradient")
 
 
 def places(
-    x: jax.Array, *, window_dimensions: Any, window_strides: Any, padding: Any, largest: bool
+    x: jax.Array,
+    *,
+    window_dimensions: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    largest: bool,
 ) -> jax.Array:
     """Return the place of the largest (smallest) value of each window, counted along its last dimension first, in
     uint8.
@@ -62,10 +67,10 @@ def gradient(
     cotangent: jax.Array,
     chosen: jax.Array,
     *,
-    window_dimensions: Any,
-    window_strides: Any,
-    padding: Any,
-    sizes: Any,
+    window_dimensions: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    sizes: tuple[int, ...],
 ) -> jax.Array:
     """Return what was pooled gets the cotangents of the windows whose maximum it is.
 
@@ -117,7 +122,7 @@ def windows(padded: jax.Array, dimensions: Sequence[int], strides: Sequence[int]
         yield jax.lax.slice(padded, place, stop, strides)
 
 
-def extreme(dtype: Any, *, lowest: bool) -> jax.Array:
+def extreme(dtype: DType, *, lowest: bool) -> jax.Array:
     """Return what no other number of the type is below (above)."""
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     if inexact and np.isinf(np.array(np.inf).astype(dtype)):
@@ -133,13 +138,15 @@ def _each_place(dimensions: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _define(primitive: jex.Primitive, fn: Callable[..., jax.Array], differentiated: int | None) -> None:
     """Give a primitive the meaning of a function, and the derivative with respect to one operand, None for none."""
 
-    def typed(*avals: Any, **params: Any) -> Any:
+    def typed(*avals: Aval, **params: object) -> Any:
         return jax.make_jaxpr(functools.partial(fn, **params))(*avals).out_avals[0]
 
-    def batched(operands: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
+    def batched(
+        operands: Sequence[jax.Array], axes: Sequence[int | None], **params: object
+    ) -> tuple[jax.Array, int]:
         return jax.vmap(functools.partial(fn, **params), in_axes=axes)(*operands), 0
 
-    def jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    def jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array], **params: object) -> tuple[Any, Any]:
         made = primitive.bind(*primals, **params)
         if differentiated is None or type(tangents[differentiated]) is ad.Zero:
             return made, ad.Zero(jax.typeof(made).to_tangent_aval())
@@ -238,9 +245,9 @@ def _named(window: Window) -> dict[str, Any]:
 def _placed(
     primitive: jex.Primitive,
     operands: list[Atom],
-    params: dict[str, Any],
-    info: Any,
-    results: Sequence[Any] = (),
+    params: dict[str, object],
+    info: SourceInfo,
+    results: Sequence[jex.Var] = (),
 ) -> tuple[list[Any], list[Any]]:
     closed = jax.make_jaxpr(functools.partial(primitive.bind, **params))(*(a.aval for a in operands))
     return inlined(closed, operands, info, results)

@@ -13,6 +13,7 @@ with x = 1 within. Arguments of the program are there anyway, and sums over the 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
@@ -30,7 +31,7 @@ _INFINITE = 2**30
 def narrower(
     program: Readers,
     rules: Mapping[int, BatchingRule],
-    dimension: Mapping[Any, int | None],
+    dimension: Mapping[jex.Var, int | None],
     stages: Sequence[Collection[int]],
 ) -> list[set[int]]:
     """Return which of these equations loops may do instead of all: what the least is handed on around, for some of the
@@ -59,7 +60,10 @@ def narrower(
 
 
 def outside_nbytes(
-    program: Readers, dimension: Mapping[Any, int | None], inside: Collection[int], handed: Collection[Any]
+    program: Readers,
+    dimension: Mapping[jex.Var, int | None],
+    inside: Collection[int],
+    handed: Collection[jex.Var],
 ) -> int:
     """Return about how many bytes with the axis are in memory at once outside of loops: all that is handed on, and the
     most that one equation reads and makes. Plans of the rest recompute what is between.
@@ -75,13 +79,15 @@ def outside_nbytes(
     return kept + max(beside.values(), default=0)
 
 
-def _around(program: Readers, dimension: Mapping[Any, int | None]) -> dict[Any, set[int]]:
+def _around(program: Readers, dimension: Mapping[jex.Var, int | None]) -> dict[Any, set[int]]:
     """Return the equations that make and read each value with the axis."""
     rows = (v for v in program.maker if dimension.get(v) is not None)
     return {v: {program.maker[v], *program.readers.get(v, ())} for v in rows}
 
 
-def _cut(rules: Collection[int], around: Mapping[Any, Collection[int]], core: Collection[int]) -> set[int]:
+def _cut(
+    rules: Collection[int], around: Mapping[jex.Var, Collection[int]], core: Collection[int]
+) -> set[int]:
     """Return the equations within where the core is, none but these may be, and the fewest bytes are handed on."""
     source, sink, *_ = range(2 + len(rules))
     node = {i: 2 + n for n, i in enumerate(rules)}

@@ -270,7 +270,9 @@ def _with_repeated(
         if v in program.returned or any(j not in stage for j in program.readers.get(v, ()))
     }
 
-    def members_of(number: int, handed: Collection[int], wanted: set[Any], room: int) -> tuple[set[int], int]:
+    def members_of(
+        number: int, handed: Collection[int], wanted: set[jex.Var], room: int
+    ) -> tuple[set[int], int]:
         """Return the equations of a stage's loop, and what may be handed on besides. Adds to what is `wanted`."""
         members: set[int] = set()
         waiting = [i for i in stages[number] if not wanted.isdisjoint(eqns[i].outvars)]

@@ -57,7 +57,7 @@ def loops_in_reverse(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     return program.moved(made, [-1 if i in replaced else i for i in range(len(eqns))], pairs=left)
 
 
-def reversible_nbytes(forward: Any, backward: Any) -> int:
+def reversible_nbytes(forward: jex.JaxprEqn, backward: jex.JaxprEqn) -> int:
     """Return bytes of the carries of a pair of scans that need not be kept for each iteration, 0 where they do not
     follow.
     """
@@ -75,7 +75,7 @@ class _Pair:
     `again` that make this.
     """
 
-    def __init__(self, forward: Any, backward: Any, inliner: Inliner):
+    def __init__(self, forward: jex.JaxprEqn, backward: jex.JaxprEqn, inliner: Inliner):
         self.forward, self.backward, self.inliner = forward, backward, inliner
         consts, init, scanned = operands(forward)
         self.carries = len(init)
@@ -91,7 +91,7 @@ class _Pair:
     def _length(self) -> int:
         return self.forward.params["length"]
 
-    def _follow(self, found: Sequence[Any]) -> None:
+    def _follow(self, found: Sequence[jex.Var]) -> None:
         """Look for what follows; `found` are the carries as the iteration finds them."""
         eqns: list[Any] = []
         inside = [*self.consts, *found, *self.rows]

@@ -27,7 +27,7 @@ from jax.core import ShapedArray
 
 from .._program import _compat
 from .._program._axes import BatchingRule, Parts, is_scattered, sum_type
-from .._program._compat import Atom, shaped
+from .._program._compat import Atom, Aval, DType, shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import (
     IN_CHUNKS,
@@ -53,7 +53,7 @@ NONE: Mapping[Any, str] = MappingProxyType({})
 def chunked(
     before: FlatProgram,
     chosen: Sequence[tuple[Region, int]],
-    labels: Mapping[Any, str] = NONE,
+    labels: Mapping[jex.Var, str] = NONE,
     *,
     differentiable: bool = False,
 ) -> FlatProgram:
@@ -99,7 +99,7 @@ class _Chunks:
         number: int,
         region: Region,
         chunks: int,
-        labels: Mapping[Any, str],
+        labels: Mapping[jex.Var, str],
         place: Mapping[int, int],
     ):
         self.program, self.region, self.labels = program, region, labels
@@ -142,7 +142,7 @@ class _Chunks:
         carries = (begin for _, begin in self.begun.values())
         self.reads = list(dict.fromkeys([*self._read_by([*self.moved, *self.rules]), *carries]))
 
-    def _added_to(self, v: Any, before: Collection[int]) -> tuple[list[int], Any] | None:
+    def _added_to(self, v: jex.Var, before: Collection[int]) -> tuple[list[int], Any] | None:
         """Return the equations that scale a sum and add it to a carry, or to what nothing else reads, and that; None
         where it is read otherwise.
 
@@ -223,7 +223,7 @@ class _Chunks:
         loop, else a call, one of the backward pass if any of them is.
         """
 
-        def run(*operands: Any) -> list[Any]:
+        def run(*operands: jax.Array) -> list[Any]:
             return self._run(*operands)
 
         run.__name__ = IN_CHUNKS
@@ -236,7 +236,7 @@ class _Chunks:
         made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, names)
         return made
 
-    def _read(self, operands: Sequence[Any]) -> dict[Any, Any]:
+    def _read(self, operands: Sequence[object]) -> dict[Any, Any]:
         """Return what chunks read, by variable, of what the region reads."""
         env = dict(zip(self.reads, operands, strict=True))
         for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
@@ -245,7 +245,7 @@ class _Chunks:
             (env[eqn.outvars[0]],) = made if eqn.primitive.multiple_results else [made]
         return env
 
-    def _run(self, *operands: Any) -> list[Any]:
+    def _run(self, *operands: object) -> list[Any]:
         """Return the results of the region for what it reads."""
         env = self._read(operands)
         zero = jnp.zeros((), jnp.float32)
@@ -265,7 +265,7 @@ class _Chunks:
         body = self._body()
         parted = [_in_shape(env[a], self._laid(a)) for a in self.parted]
 
-        def step(state: list[Any], i: Any) -> tuple[list[Any], None]:
+        def step(state: list[jax.Array], i: jax.Array) -> tuple[list[Any], None]:
             return jex.jaxpr_as_fun(body)(i, *state, *parted), None
 
         state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
@@ -311,7 +311,13 @@ class _Chunks:
         # A loop of one pass alone does not read all that scans make.
         return settled(with_eqns(made, without_unread(eqns, results, {"scan"})))
 
-    def _each(self, eqns: list[Any], env: dict[Any, Any], so_far: Mapping[Any, Any], index: Any) -> None:
+    def _each(
+        self,
+        eqns: list[jex.JaxprEqn],
+        env: dict[jex.Var, Atom],
+        so_far: Mapping[jex.Var, jex.Var],
+        index: jex.Var,
+    ) -> None:
         """Append the equations of a chunk. **Arguments:** `env` what it reads; what it makes is added."""
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
@@ -335,43 +341,50 @@ class _Chunks:
                 made = _compat.new_var(env[v].aval)
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
 
-    def _aval(self, v: jex.Var, dimension: int | None, params: Mapping[str, Any]) -> Any:
+    def _aval(self, v: jex.Var, dimension: int | None, params: Mapping[str, object]) -> Any:
         if dimension is None:
             return v.aval.update(dtype=params.get("preferred_element_type") or shaped(v).dtype)
         shape = list(shaped(v).shape)
         shape[dimension] = self.parts.of(shape[dimension])
         return v.aval.update(shape=tuple(shape))
 
-    def _part(self, eqns: list[jex.JaxprEqn], operand: Atom, index: Any, dimension: int, like: Any) -> Any:
+    def _part(
+        self, eqns: list[jex.JaxprEqn], operand: Atom, index: jex.Var, dimension: int, like: jex.Var
+    ) -> Any:
         """Return the rows of this chunk."""
         along = self._along(dimension)
         size = self.parts.of(shaped(operand).shape[along])
-        shape = list(like.aval.shape)
+        shape = list(shaped(like).shape)
         shape[dimension] = self.parts.of(shape[dimension])
 
-        def part(whole: Any, i: Any) -> Any:
+        def part(whole: jax.Array, i: jax.Array) -> Any:
             return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
 
         return append(eqns, part, (operand, index), self._reader(like))
 
     def _mask(
-        self, eqns: list[Any], eqn: jex.JaxprEqn, rule: BatchingRule, invars: list[Any], index: Any
+        self,
+        eqns: list[jex.JaxprEqn],
+        eqn: jex.JaxprEqn,
+        rule: BatchingRule,
+        invars: list[Atom],
+        index: jex.Var,
     ) -> None:
         """Let a sum over rows have zeros for those that the part before has added, in the smallest of its operands."""
         able = [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
         k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
         dimension = rule.operands[k]
         assert dimension is not None
-        size, rows = invars[k].aval.shape[dimension], shaped(eqn.invars[k]).shape[dimension]
+        size, rows = shaped(invars[k]).shape[dimension], shaped(eqn.invars[k]).shape[dimension]
         rest = (self.parts.count - 1) * size - self.parts.again(rows)  # where the last part begins
 
-        def masked(part: Any, i: Any) -> Any:
+        def masked(part: jax.Array, i: jax.Array) -> Any:
             at = lax.broadcasted_iota(jnp.int32, part.shape, dimension)
             return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
 
         invars[k] = append(eqns, masked, (invars[k], index), eqn)
 
-    def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
+    def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Atom, made: Atom, index: jex.Var) -> Any:
         """Return a result with what this chunk makes of it."""
         d = self.dimension[v]
         chain, begin = self.begun.get(v, ((), None))
@@ -384,7 +397,7 @@ class _Chunks:
         ):  # each chunk makes the same, as of a loop's counter
             return made
 
-        def written(whole: Any, part: Any, i: Any) -> Any:
+        def written(whole: jax.Array, part: jax.Array, i: jax.Array) -> Any:
             if d is None:
                 return whole + part.astype(whole.dtype)
             along = self._along(d)
@@ -413,10 +426,10 @@ class _ScannedChunks(_Chunks):
         self.rows = [a for a in self.parted if self.dimension.get(a) is not None]
         self.whole = [a for a in self.parted if self.dimension.get(a) is None]
 
-    def _added_to(self, v: Any, before: Collection[int]) -> None:
+    def _added_to(self, v: jex.Var, before: Collection[int]) -> None:
         """Return None: where a sum begins has a gradient of its own."""
 
-    def _run(self, *operands: Any) -> list[Any]:
+    def _run(self, *operands: object) -> list[Any]:
         env = self._read(operands)
         start = [
             env[self.over[v]] if v in self.over else jnp.zeros(shaped(v).shape, self._type(v))
@@ -427,7 +440,9 @@ class _ScannedChunks(_Chunks):
         body = self._body()
         indices = jnp.arange(self.parts.count, dtype=jnp.int32)
 
-        def step(state: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
+        def step(
+            state: list[jax.Array], each: tuple[jax.Array, list[jax.Array]]
+        ) -> tuple[list[Any], list[Any]]:
             made = jex.jaxpr_as_fun(body)(each[0], *state, *whole, *each[1])
             return made[: len(state)], made[len(state) :]
 
@@ -465,7 +480,7 @@ class _ScannedChunks(_Chunks):
         assert found is not None
         return found
 
-    def _in_chunks(self, whole: Any, dimension: int) -> Any:
+    def _in_chunks(self, whole: jax.Array, dimension: int) -> Any:
         """Return a stack of the rows of each chunk, those of the last with rows of the one before where it begins
         earlier.
         """
@@ -480,7 +495,7 @@ class _ScannedChunks(_Chunks):
         others = (d for d in range(parts.ndim) if d != dimension)
         return lax.transpose(parts, (dimension, *others)) if dimension else parts
 
-    def _joined(self, stack: Any, dimension: int) -> Any:
+    def _joined(self, stack: jax.Array, dimension: int) -> Any:
         """Return the rows that chunks have stacked."""
         count, size = self.parts.count, stack.shape[1 + dimension]
         again = self.parts.again(size * self.parts.rows // self.parts.size)
@@ -494,12 +509,12 @@ class _ScannedChunks(_Chunks):
         return lax.concatenate([lax.slice_in_dim(whole, *each, axis=dimension) for each in ends], dimension)
 
 
-def _sum_type(dtype: Any) -> Any:
+def _sum_type(dtype: DType) -> Any:
     """Return the type in which gradients of values of a type are added up."""
     return sum_type(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def _strong(aval: Any, dtype: Any) -> Any:
+def _strong(aval: Aval, dtype: DType) -> Any:
     return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
 
 

@@ -49,9 +49,9 @@ def repeats_row(eqn: jex.JaxprEqn) -> bool:
 def row_equation(
     eqn: jex.JaxprEqn,
     length: int,
-    row: Callable[[Any], Any],
-    whole: Callable[[Atom], Any],
-    made: Any = None,
+    row: Callable[[Any], Atom],
+    whole: Callable[[Atom], Atom],
+    made: jex.Var | None = None,
 ) -> jex.JaxprEqn:
     """Return the equation for one row.
 

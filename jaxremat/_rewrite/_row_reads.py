@@ -13,23 +13,25 @@ Law: the same rows.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._program import _compat
 from .._program._compat import Atom
 from .._program._primitives import is_barrier
 from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
-from ._loop_inlining import PART, append, row_at
+from ._loop_inlining import PART, Section, append, row_at
 
 
 def read_late(
-    section: Any,
+    section: Section,
     loop: Loop,
-    written: Collection[Any],
-    own: Collection[Any],
-    place: Callable[[], Any],
-    same: Callable[[Any], Any],
+    written: Collection[Atom],
+    own: Collection[jex.Var],
+    place: Callable[[], jex.Var],
+    same: Callable[[Atom], Atom],
 ) -> None:
-    """Read the rows of a section (see `_loop_closing`) in the stages that need them.
+    """Read the rows of a section in the stages that need them.
 
     **Arguments:** `written` the arrays that the iteration writes; `own` what it needs for anything but that; `place`
     makes a variable for the iteration's index; `same` gives a variable the name that it had before it passed any
@@ -90,7 +92,7 @@ def read_late(
 
 
 @mechanism("rows read late", off=lambda *_: set())
-def _late(section: Any, rows: Collection[Any], passed: Mapping[Any, Any]) -> set[Any]:
+def _late(section: Section, rows: Collection[jex.Var], passed: Mapping[jex.Var, Atom]) -> set[Any]:
     """Return the rows that are read behind a barrier. **Arguments:** `passed` the names before it of what
     passes one.
     """
@@ -104,7 +106,7 @@ def _late(section: Any, rows: Collection[Any], passed: Mapping[Any, Any]) -> set
     return found
 
 
-def _rows(section: Any) -> dict[Any, tuple[Any, Any]]:
+def _rows(section: Section) -> dict[Any, tuple[Any, Any]]:
     """Return the rows that the section reads: the array of each, and the index, None for the iteration's own."""
     parts = [eqn for eqn in section.eqns if eqn.primitive is PART]
     indices = {eqn.invars[1] for eqn in parts}

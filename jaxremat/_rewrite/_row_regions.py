@@ -192,9 +192,9 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
     return tuple(found)
 
 
-def _best_about(program: Readers, v: Any, taken: Collection[int]) -> Region | None:
+def _best_about(program: Readers, v: jex.Var, taken: Collection[int]) -> Region | None:
     """Return the region about a value whose rows are of the outermost dimension that allows enough chunks."""
-    grown = (region_about(program, v, d, taken) for d in range(len(v.aval.shape)))
+    grown = (region_about(program, v, d, taken) for d in range(len(shaped(v).shape)))
     able = [region for region in grown if region is not None and region.choices]
     enough = (region for region in able if region.choices[-1] >= ENOUGH)
     best = max(able, key=lambda region: region.fewer_nbytes(region.choices[-1]), default=None)
@@ -229,7 +229,9 @@ def _nbytes(v: jex.Var) -> int:
     return aval_nbytes(v.aval)
 
 
-def region_about(program: Readers, seed: Any, dimension: int, taken: Collection[int] = ()) -> Region | None:
+def region_about(
+    program: Readers, seed: jex.Var, dimension: int, taken: Collection[int] = ()
+) -> Region | None:
     """Return the region about a value with its rows in this dimension, if there is one.
 
     **Arguments:** `taken` the equations of others.
@@ -338,7 +340,7 @@ class Grower:
         # What is to stay within, and whose maker and readers are not in the region yet.
         self.large: list[Any] = []
 
-    def grow(self, seed: Any, dimension: int) -> bool:
+    def grow(self, seed: jex.Var, dimension: int) -> bool:
         """Grow as far as rows and large values go; whether that ended in a region.
 
         What reads the region and is read by it, and has no such rows, is waited for: see `_region_loops`.
@@ -388,7 +390,7 @@ class Grower:
             found.append(i)
         return found
 
-    def _spread(self, seed: Any) -> bool:
+    def _spread(self, seed: jex.Var) -> bool:
         """Add what makes and reads the large values, and so on; whether those of the seed could be added, and no more
         products than there may be.
         """
@@ -494,7 +496,7 @@ class Grower:
             self.sums.difference_update(eqns[i].outvars)
         return bool(self.rules)
 
-    def _of_sums(self, eqn: jex.JaxprEqn, made: Collection[Any]) -> BatchingRule | None:
+    def _of_sums(self, eqn: jex.JaxprEqn, made: Collection[jex.Var]) -> BatchingRule | None:
         """Return the way of an equation that adds two sums of these, or puts one that nothing else reads in another
         form; not of short numbers, whose sums have another type here.
         """

@@ -107,11 +107,11 @@ class _FunctionBatchingRule(ScanBatchingRule):
         evaluate = jex.jaxpr_as_fun(body := self.body_of(parts))
 
         @jax.custom_jvp
-        def part(*primals: Any) -> list[Any]:
+        def part(*primals: jax.Array) -> list[Any]:
             return evaluate(*primals)
 
         @part.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
+        def _(primals: jax.Array, tangents: jax.Array) -> Any:
             if (rule := self.tangents()) is None:
                 return jax.jvp(evaluate, primals, tangents)
             made = jex.jaxpr_as_fun(rule.body_of(parts))(*primals, *tangents)
@@ -165,7 +165,7 @@ def _of_tangents(eqn: jex.JaxprEqn, rule: ScanBatchingRule) -> ScanBatchingRule 
     outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
     alone = _compat.new_jaxpr((), (), invars, outvars, [eqn.replace(invars=[*invars], outvars=outvars)])
 
-    def both(*operands: Any) -> Any:
+    def both(*operands: jax.Array) -> Any:
         half = len(operands) // 2
         return jax.jvp(jex.jaxpr_as_fun(alone), operands[:half], operands[half:])
 
@@ -194,9 +194,9 @@ class _Body:
     def __init__(
         self,
         closed: jex.ClosedJaxpr,
-        edges: tuple[Sequence[Any], Sequence[Any]],
+        edges: tuple[Sequence[Atom], Sequence[Atom]],
         counts: tuple[int, int],
-        begin: Sequence[Any],
+        begin: Sequence[Atom],
         around: Around,
         *,
         stacks: bool = True,
@@ -261,7 +261,7 @@ class _Body:
         stacks += [self.stacks and i >= self.carries for i in range(len(jaxpr.outvars))]
         return list(zip(outer, inner, stacks, strict=True))
 
-    def _found(self, outer: Any, inner: Any, stacked: bool) -> bool:
+    def _found(self, outer: Atom, inner: jex.Var, stacked: bool) -> bool:
         """Take over what is known of an operand or a result; whether that is possible."""
         if _compat.is_literal(outer) or outer not in self.around.dimension:
             return True
@@ -340,7 +340,7 @@ class _Body:
             for eqn in (jaxpr.eqns[i],)
         )
 
-    def _tied(self, begun: Any, last: Any) -> bool:
+    def _tied(self, begun: jex.Var, last: Atom) -> bool:
         """Return whether a carry is alike as an iteration begins and as it ends."""
         if begun in self.dimension:
             return self._is_row(last, self.dimension[begun])

@@ -125,7 +125,9 @@ class Around:
     def _eqn(self) -> Any:
         return self.flat.jaxpr.eqns[self.at]
 
-    def _mapped(self, body: jex.ClosedJaxpr, operands: Sequence[Atom], specs: Sequence[Any]) -> Any:
+    def _mapped(
+        self, body: jex.ClosedJaxpr, operands: Sequence[Atom], specs: Sequence[jax.sharding.PartitionSpec]
+    ) -> Any:
         """Return the equation with another body, whose constants come first among the operands."""
         jaxpr = body.jaxpr
         opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns).jaxpr
@@ -160,7 +162,7 @@ def _unchecked(jaxpr: jex.Jaxpr) -> Any:
     def read(atoms: Sequence[Atom]) -> list[Any]:
         return [a if _compat.is_literal(a) else env[a] for a in atoms]
 
-    def inner(param: Any) -> Any:
+    def inner(param: object) -> Any:
         if isinstance(param, (tuple, list)):
             return type(param)(map(inner, param)) if any(hasattr(p, "jaxpr") for p in param) else param
         if isinstance(param, jex.ClosedJaxpr):

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from .._program import _compat
-from .._program._compat import Atom, shaped
+from .._program._compat import Atom, Aval, shaped
 from .._program._primitives import is_backward, is_pointwise, runs_once
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class _Body:
         self.invars: list[Any] = []
         self.eqns: list[Any] = []
 
-    def operand(self, atom: Atom, spec: Any, aval: Any) -> Any:
+    def operand(self, atom: Atom, spec: jax.sharding.PartitionSpec, aval: Aval) -> Any:
         """Return the body's variable for an operand: one for all who read it alike."""
         if _compat.is_literal(atom) and not shaped(atom).shape and spec == PartitionSpec():
             return atom
@@ -115,7 +116,7 @@ class _Body:
         self.eqns.append(eqn.replace(invars=[*operands], outvars=outvars))
         return outvars
 
-    def of(self, mapped: Any, known: dict[int, Any] | None = None) -> list[Any]:
+    def of(self, mapped: jex.JaxprEqn, known: dict[int, Atom] | None = None) -> list[Any]:
         """Write the body of a `shard_map`, with some operands known; returns its results."""
         known, jaxpr = known or {}, mapped.params["jaxpr"]
         env: dict[Any, Any] = {}
@@ -130,7 +131,9 @@ class _Body:
         return [a if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
 
 
-def _between(eqns: Sequence[jex.JaxprEqn], one: Any, other: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def _between(
+    eqns: Sequence[jex.JaxprEqn], one: jex.JaxprEqn, other: jex.JaxprEqn
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Return what reads no result of the first, what the second reads of the others, and what it does not."""
     reached, wanted = {*one.outvars}, {*_compat.variables(other.invars)}
     before: list[Any] = []
@@ -157,7 +160,7 @@ def is_of_scalars(eqn: jex.JaxprEqn) -> bool:
     return not any(a.aval.shape for a in [*eqn.invars, *eqn.outvars])
 
 
-def _is_in(atom: Atom, values: Mapping[jex.Var, Any]) -> "TypeIs[jex.Var]":
+def _is_in(atom: Atom, values: Mapping[jex.Var, object]) -> "TypeIs[jex.Var]":
     """Return whether an atom is one of these variables."""
     return not _compat.is_literal(atom) and atom in values
 

@@ -96,7 +96,7 @@ def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[Any
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
 
-def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
+def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> Any:
     """Return a scan whose body makes constants that grow out of little."""
     consts, init, arrays = _compat.scan_operands(scan)
     closed = scan.params["jaxpr"]
@@ -110,7 +110,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
     known = {a: v for v, a in own.items() if not _compat.is_literal(a)}
     eqns: list[Any] = []
 
-    def within(a: Atom, name: Any = None) -> Any:
+    def within(a: Atom, name: jex.Var | None = None) -> Any:
         """Return what an outer variable is called in the body, where it is made if it can be."""
         if _compat.is_literal(a) or (name is None and a in known):
             return a if _compat.is_literal(a) else known[a]
@@ -172,7 +172,7 @@ def _makers(eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int]) -> dict[Any, _
     return made
 
 
-def _around(made: Mapping[Any, _Made], atom: Atom, loop: int, loops: Sequence[Loop]) -> bool:
+def _around(made: Mapping[jex.Var, _Made], atom: Atom, loop: int, loops: Sequence[Loop]) -> bool:
     """Return whether a variable of these is made in the body around a loop, or further out."""
     if _compat.is_literal(atom) or atom not in made:
         return False

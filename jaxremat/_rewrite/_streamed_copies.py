@@ -11,14 +11,14 @@ Law: what comes out is a topological order if what goes in is; only these copies
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
 from .._program import _compat
-from .._program._compat import shaped
+from .._program._compat import Atom, shaped
 from .._program._flops import array_nbytes, eqn_flops
 from .._program._primitives import is_backward, is_contraction, is_fetch, is_put
 from ._flat_program import Loop, within
@@ -117,7 +117,7 @@ def streamed(
     return [order[p] for p in sorted(range(len(order)), key=lambda p: (places.get(p, p), p))]
 
 
-def _copy(var: _compat.Atom, p: int, at: int, of: dict[Any, int]) -> _Copy:
+def _copy(var: _compat.Atom, p: int, at: int, of: Mapping[Atom, int]) -> _Copy:
     """**Arguments:** what is copied, on the device."""
     return _Copy(p, at, of.get(var, p), INTENSITY * array_nbytes(var.aval))
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._primitives import is_fetch, is_light
 from .._program._splice import needed
 from ._flat_program import FlatProgram, with_eqns
@@ -50,14 +51,16 @@ def read_by_rows(closed: jex.ClosedJaxpr) -> list[Any]:
     return [v for v in jaxpr.invars if v in sources]
 
 
-def _streaming(eqns: Sequence[Any], fetches: Iterable[jex.JaxprEqn], results: Iterable[Any]) -> list[Any]:
+def _streaming(
+    eqns: Sequence[jex.JaxprEqn], fetches: Iterable[jex.JaxprEqn], results: Iterable[Atom]
+) -> list[Any]:
     """Return the equations with loops that copy the rows of what these copy to the device."""
     chains = _chains(eqns, {eqn.outvars[0]: (eqn,) for eqn in fetches})
     found = _read_in_loops(eqns, chains, set(_compat.variables(results)))
     return [_copying(eqn, found) for eqn in eqns]
 
 
-def _chains(eqns: Sequence[jex.JaxprEqn], begun: Mapping[Any, Chain]) -> dict[Any, Chain]:
+def _chains(eqns: Sequence[jex.JaxprEqn], begun: Mapping[jex.Var, Chain]) -> dict[Any, Chain]:
     """Return for what is made row by row, without effort, of these arrays the equations, and those of the arrays."""
     found = dict(begun)
     for eqn in eqns:
@@ -71,7 +74,7 @@ def _chains(eqns: Sequence[jex.JaxprEqn], begun: Mapping[Any, Chain]) -> dict[An
 
 
 def _read_in_loops(
-    eqns: Sequence[jex.JaxprEqn], chains: Mapping[Any, Chain], returned: Collection[Any]
+    eqns: Sequence[jex.JaxprEqn], chains: Mapping[jex.Var, Chain], returned: Collection[Atom]
 ) -> dict[Any, Chain]:
     """Return the chains whose ends loops read row by row, if nothing else reads them, or what they are made of, before
     the last of these loops.
@@ -91,7 +94,7 @@ def _read_in_loops(
     return found
 
 
-def _reads_rows(eqn: jex.JaxprEqn, v: Any) -> bool:
+def _reads_rows(eqn: jex.JaxprEqn, v: jex.Var) -> bool:
     """Return whether an equation is a loop that reads an array row by row alone, itself or in loops within it."""
     if eqn.primitive.name != "scan" or not eqn.params["length"] or list(eqn.invars).count(v) != 1:
         return False
@@ -111,7 +114,7 @@ def _reads_rows(eqn: jex.JaxprEqn, v: Any) -> bool:
     )
 
 
-def _copying(eqn: Any, chains: Mapping[Any, Chain]) -> Any:
+def _copying(eqn: jex.JaxprEqn, chains: Mapping[jex.Var, Chain]) -> Any:
     """Return a loop that itself copies what it reads by rows of the ends of these chains; other equations as they
     are.
     """

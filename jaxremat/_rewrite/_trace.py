@@ -7,7 +7,7 @@ compute again in the backward pass are single equations instead. Its equations s
 `_memory_order.memory_order`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._attention._pattern import Pattern
 from .._attention._places import Places
 from .._model._variant import INSIDE, PLAIN, ROWS, Variant
 from .._program import _compat
+from .._program._compat import Kwargs
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns
@@ -231,9 +232,9 @@ class Traced:
 
 @uncollected
 def trace(
-    jitted: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    jitted: jax.stages.Wrapped,
+    args: Sequence[object],
+    kwargs: Kwargs,
     *,
     respect_checkpoint: bool = False,
     keeps_scores: bool = False,

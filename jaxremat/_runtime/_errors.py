@@ -108,7 +108,7 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
         return self._least_plan
 
     @least_plan.setter
-    def least_plan(self, plan: Any) -> None:
+    def least_plan(self, plan: object) -> None:
         self._least_plan = plan
 
 

@@ -55,7 +55,7 @@ class Written:
             ) from error
 
     @classmethod
-    def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
+    def upgraded(cls, data: dict[str, object], version: int) -> dict[str, Any] | None:
         """Return the fields of a text of an earlier format, as today's; None where that cannot be."""
         return None
 
@@ -73,12 +73,12 @@ class Written:
         return cls.from_json(text)
 
 
-def _line(name: str, value: Any) -> str:
+def _line(name: str, value: object) -> str:
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
         items = ",\n".join(f"  {_compact(item)}" for item in value)
         return f" {_compact(name)}: [\n{items}\n ]"
     return f" {_compact(name)}: {_compact(value)}"
 
 
-def _compact(value: Any) -> str:
+def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))

@@ -5,13 +5,13 @@ that has a default may be missing; an unknown one may not be there.
 """
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-def read(kind: Any, data: Any, where: str = "the text") -> Any:
+def read(kind: Any, data: object, where: str = "the text") -> Any:
     """Return the value of this type that the data stands for.
 
     **Arguments:** `kind`: a dataclass, a named tuple, a tuple, a literal, int, float, str, bool, or a union of them.
@@ -54,14 +54,14 @@ def read(kind: Any, data: Any, where: str = "the text") -> Any:
 _hints = cache(get_type_hints)
 
 
-def _one_of(kinds: Iterable[Any], data: Any, where: str) -> Any:
+def _one_of(kinds: Iterable[object], data: object, where: str) -> Any:
     if data is None and types.NoneType in kinds:
         return None
     (kind,) = (kind for kind in kinds if kind is not types.NoneType)
     return read(kind, data, where)
 
 
-def _many(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+def _many(kinds: Sequence[object], data: object, where: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
         raise TypeError(f"{where} is {data!r:.60}")
     if kinds[-1] is Ellipsis:
@@ -69,7 +69,7 @@ def _many(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
     return tuple(_each(kinds, data, [where] * len(kinds)))
 
 
-def _each(kinds: Any, data: Any, names: Any) -> list[Any]:
+def _each(kinds: Sequence[object], data: object, names: Sequence[str]) -> list[Any]:
     if not isinstance(data, list) or len(data) != len(kinds):
         raise TypeError(f"{', '.join(names)} are {data!r:.60}")
     return [read(kind, item, name) for kind, item, name in zip(kinds, data, names, strict=True)]

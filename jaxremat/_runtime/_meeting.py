@@ -97,7 +97,7 @@ class Meeting:
             ended.set()
             thread.join()
 
-    def say(self, topic: str, value: Any) -> None:
+    def say(self, topic: str, value: object) -> None:
         """Tell the others something that is JSON, or an error that they will raise where they `hear` it."""
         message = {"error": _packed(value)} if isinstance(value, BaseException) else {"value": value}
         self._reached(self.store.key_value_set_bytes, self._key(topic, self.me), _sealed(message), True)
@@ -149,7 +149,7 @@ class Meeting:
                 process=process,
             )
 
-    def _read(self, get: Callable[..., bytes], *args: Any) -> bytes | None:
+    def _read(self, get: Callable[..., bytes], *args: object) -> bytes | None:
         try:
             return self._reached(get, *args)
         except ProcessError as error:
@@ -157,7 +157,7 @@ class Meeting:
                 return None
             raise
 
-    def _reached(self, call: Callable[..., T], *args: Any) -> T:
+    def _reached(self, call: Callable[..., T], *args: object) -> T:
         try:
             return call(*args)
         except Exception as error:
@@ -171,7 +171,7 @@ class Meeting:
         return f"{self.name}/{topic}/{process}"
 
 
-def first_said(store: Store, key: str, value: Any) -> Any:
+def first_said(store: Store, key: str, value: object) -> Any:
     """Return what the first process said under a key, which may be this one, with this value. Nobody waits."""
     try:
         store.key_value_set_bytes(key, _sealed(value))
@@ -180,7 +180,7 @@ def first_said(store: Store, key: str, value: Any) -> Any:
     return value
 
 
-def _sealed(value: Any) -> bytes:
+def _sealed(value: object) -> bytes:
     """Return what is JSON, as bytes."""
     return zlib.compress(json.dumps(value).encode())
 

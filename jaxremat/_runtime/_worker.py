@@ -42,7 +42,7 @@ class WorkerRefusedError(WorkerLostError):
     """What `answer` of a worker's script raised."""
 
 
-def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
+def ask(script: Path, request: object, seconds: float = math.inf) -> Any:
     """Return what `answer(request)` of the script returns, within so many seconds. Both are plain data.
 
     **Raises:** `WorkerLostError`.
@@ -86,7 +86,7 @@ class Worker:
             self.stop()
             raise
 
-    def ask(self, request: Any, seconds: float) -> tuple[str, Any]:
+    def ask(self, request: object, seconds: float) -> tuple[str, Any]:
         """("answered", its answer) or ("failed", why).
 
         **Raises:** `WorkerLostError`; then nothing else may be asked.

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def serve(path: str, pipe: "Connection[Any, Any]") -> None:
+def serve(path: str, pipe: "Connection[object, object]") -> None:
     """Answer requests. The first message out says that the worker is there."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's affair
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -33,7 +33,7 @@ def serve(path: str, pipe: "Connection[Any, Any]") -> None:
             reply = ("failed", f"{type(error).__name__}: {error}")
 
 
-def _read(pipe: "Connection[Any, Any]", requests: "queue.SimpleQueue[Any]") -> None:
+def _read(pipe: "Connection[object, object]", requests: "queue.SimpleQueue[object]") -> None:
     while True:
         try:
             requests.put(pipe.recv())

@@ -101,12 +101,12 @@ def file_name(network: str, scale: str, target: str) -> str:
     return f"{network}-{scale}-{target}-jax{JAX_MINOR}{SUFFIX}"
 
 
-def to_bytes(shared: dict[str, Any], plans: dict[str, Plan]) -> bytes:
+def to_bytes(shared: dict[str, object], plans: dict[str, Plan]) -> bytes:
     """Return what such a file holds: the text, compressed, the same bytes of the same text whenever it is written."""
     return gzip.compress(to_json(shared, plans).encode(), mtime=0)
 
 
-def to_json(shared: dict[str, Any], plans: dict[str, Plan]) -> str:
+def to_json(shared: dict[str, object], plans: dict[str, Plan]) -> str:
     """Return the text of such a file, a line for each plan. **Arguments:** `shared` fields of the entries, but for
     the two.
     """
