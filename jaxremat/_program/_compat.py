@@ -152,14 +152,14 @@ def name_stack_text(eqn: jex.JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def under(outer: SourceInfo, eqn: jex.JaxprEqn) -> Any:
+def under(outer: SourceInfo, eqn: jex.JaxprEqn) -> SourceInfo:
     """Return the source info of an inlined equation: its own line, its name stack below that of the call."""
     info = eqn.source_info
     stack = outer.name_stack + info.name_stack
     return info.replace(name_stack=stack)
 
 
-def in_scope(eqn: jex.JaxprEqn, scope: str) -> Any:
+def in_scope(eqn: jex.JaxprEqn, scope: str) -> jex.JaxprEqn:
     """Return the equation with one more name at the end of its name stack."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
@@ -188,14 +188,14 @@ REMATTED = "rematted_computation"
 """How JAX names the forward pass that a checkpoint runs again in the backward pass."""
 
 
-def as_forward(eqn: jex.JaxprEqn) -> Any:
+def as_forward(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
     """Return an equation that a checkpoint computes again, under the name that it has without the checkpoint."""
     info = eqn.source_info
     own = (part for part in info.name_stack.stack if part.name not in ("transpose", REMATTED))
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
 
 
-def as_backward(eqn: jex.JaxprEqn, like: jex.JaxprEqn, scope: str) -> Any:
+def as_backward(eqn: jex.JaxprEqn, like: jex.JaxprEqn, scope: str) -> jex.JaxprEqn:
     """Return an equation that the backward pass runs for another, under that one's names, one more, and its own
     line.
     """
@@ -203,7 +203,7 @@ def as_backward(eqn: jex.JaxprEqn, like: jex.JaxprEqn, scope: str) -> Any:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
-def root_source(eqn: jex.JaxprEqn) -> Any:
+def root_source(eqn: jex.JaxprEqn) -> SourceInfo:
     """Return an empty source info to start inlining from."""
     return eqn.source_info.replace(name_stack=_source.new_name_stack())
 
@@ -302,7 +302,7 @@ def varying_axes(var: Atom) -> frozenset[Any]:
     return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
 
 
-def unvaried(aval: AbstractValue) -> Any:
+def unvaried(aval: AbstractValue) -> AbstractValue:
     """Return the type of a value that is the same on all devices."""
     if not varying_axes(new_var(aval)):
         return aval
@@ -320,7 +320,7 @@ def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
-def renamed(eqn: jex.JaxprEqn, names: Mapping[jex.Var, Atom]) -> Any:
+def renamed(eqn: jex.JaxprEqn, names: Mapping[jex.Var, Atom]) -> jex.JaxprEqn:
     """Return the equation with other operands, where there are names for them."""
     invars = [a if is_literal(a) else names.get(a, a) for a in eqn.invars]
     return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
@@ -337,7 +337,7 @@ def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
     return cast(jex.Jaxpr, getattr(jaxpr, "jaxpr", jaxpr)), getattr(jaxpr, "consts", ())
 
 
-def literal(value: object) -> Any:
+def literal(value: object) -> jex.Literal:
     """Return an inline constant."""
     return jex.Literal(value, jax.typeof(value))
 
@@ -348,7 +348,7 @@ def new_eqn(
     primitive: jex.Primitive,
     params: Mapping[str, object],
     source_info: SourceInfo,
-) -> Any:
+) -> jex.JaxprEqn:
     """Return an equation without effects."""
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, jex.no_effects, source_info)
 
@@ -370,14 +370,14 @@ def scan_operands(eqn: jex.JaxprEqn) -> tuple[Sequence[Any], Sequence[Any], Sequ
 
 def cond_like(
     eqn: jex.JaxprEqn, branches: Sequence[AnyJaxpr], invars: Sequence[Atom], outvars: Sequence[jex.Var]
-) -> Any:
+) -> jex.JaxprEqn:
     """Return a `cond` that chooses as another does, between other branches, which have no constants."""
     return eqn.replace(
         invars=list(invars), outvars=list(outvars), params={**eqn.params, "branches": tuple(branches)}
     )
 
 
-def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> Any:
+def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> jex.JaxprEqn:
     """Return an equation without some of its results, and its bodies without what makes only them."""
     operands = list(dict.fromkeys(a for a in eqn.invars if not is_literal(a)))
     jaxpr = new_jaxpr((), (), operands, eqn.outvars, [eqn]).jaxpr
@@ -385,7 +385,7 @@ def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> Any:
     return fewer
 
 
-def pruned(closed: jex.ClosedJaxpr) -> Any:
+def pruned(closed: jex.ClosedJaxpr) -> jex.Jaxpr:
     """Return the open jaxpr without what no result and no effect needs, in its bodies too."""
     return _partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
 
@@ -396,7 +396,7 @@ def scan_like(
     length: int,
     operands: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
     results: tuple[Sequence[jex.Var], Sequence[jex.Var]],
-) -> Any:
+) -> jex.JaxprEqn:
     """Return a scan that runs as another does.
 
     **Arguments:** `operands` constants, initial carries and scanned-over arrays; `results` last carries and stacks.
@@ -425,7 +425,7 @@ def staging_checkpoints() -> AbstractContextManager[Any]:
     return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
 
 
-def name_eqn(operand: Atom, outvar: jex.Var, name: str, source_info: SourceInfo) -> Any:
+def name_eqn(operand: Atom, outvar: jex.Var, name: str, source_info: SourceInfo) -> jex.JaxprEqn:
     """Return what `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
     if not _config.remat3.value:
         return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
@@ -433,7 +433,7 @@ def name_eqn(operand: Atom, outvar: jex.Var, name: str, source_info: SourceInfo)
     return new_eqn([operand], [outvar], _hijax.call_hi_primitive_p, params, source_info)
 
 
-def without_hijax(eqn: jex.JaxprEqn, *, derivatives: bool) -> Any:
+def without_hijax(eqn: jex.JaxprEqn, *, derivatives: bool) -> jex.JaxprEqn:
     """Return an equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been
     there before.
 
@@ -539,25 +539,25 @@ def enclosing_options() -> dict[str, Any] | None:
     return found
 
 
-def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo) -> Any:
+def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo) -> jex.JaxprEqn:
     """Return an optimization barrier: nothing that reads its results starts before all of its operands are there."""
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
 
 @functools.cache
-def _placing(space: MemorySpace) -> Any:
+def _placing(space: MemorySpace) -> jex.JaxprEqn:
     """Return the equation of putting a number there."""
     return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
 
 
-def placed(operand: Atom, space: MemorySpace, source_info: SourceInfo) -> Any:
+def placed(operand: Atom, space: MemorySpace, source_info: SourceInfo) -> jex.JaxprEqn:
     """Return a variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
     eqn = _placing(space)
     outvar = new_var(operand.aval.update(memory_space=space))
     return new_eqn([operand], [outvar], eqn.primitive, eqn.params, source_info)
 
 
-def permuted(operand: Atom, axes: Sequence[int], source_info: SourceInfo) -> Any:
+def permuted(operand: Atom, axes: Sequence[int], source_info: SourceInfo) -> jex.JaxprEqn:
     """Return a transposition of a variable."""
     params = {"permutation": tuple(axes)}
     aval, _ = _lax.transpose_p.abstract_eval(operand.aval, **params)

@@ -54,10 +54,10 @@ _ROOTS_AWAY_FROM_ZERO = frozenset({"acos", "acosh", "asin", "atanh", "log1p"})
 ROOTS = _ROOTS_AWAY_FROM_ZERO | {"log", "pow", "rsqrt", "sqrt"}
 """Defined for some numbers alone, of their first operand."""
 
-SCALINGS = frozenset({"abs", "integer_pow", "mul", "neg", "square"})
+SCALINGS = frozenset({"integer_pow", "mul", "square"})
 """What is guarded stays so, and what is lost in rounding stays lost."""
 
-_MULTIPLES = SCALINGS | {"add_any", "div", "select_n"}
+_MULTIPLES = SCALINGS | {"abs", "add_any", "div", "neg", "select_n"}
 """Large where an operand is."""
 
 _INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
