@@ -77,7 +77,7 @@ def gradient_of(
     return best
 
 
-def _cotangents(program: Program, values: jex.Var, result: jex.Var, scope: int) -> list[Any]:
+def _cotangents(program: Program, values: jex.Var, result: jex.Var, scope: int) -> list[jex.Var]:
     """Return what may be the cotangent of a result: what values are multiplied by, of the same type."""
     found: dict[Any, None] = {}
     for i in program.readers.get(values, ()):

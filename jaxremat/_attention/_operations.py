@@ -290,7 +290,7 @@ _define(ATTENTION, attend, attend_in_kernels, gradient=False)
 _define(GRADIENT, attend_gradient, gradient_in_kernels, gradient=True)
 
 
-def of_one_device(eqn: jex.JaxprEqn) -> Any:
+def of_one_device(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
     """Return one of these operations as a device has it."""
     pattern, places = eqn.params["pattern"], eqn.params["places"]
     if places is None:

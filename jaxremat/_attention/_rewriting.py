@@ -81,7 +81,7 @@ def _eqn(
     params: dict[str, object],
     named: Sequence[jex.Var | None],
     info: SourceInfo,
-) -> Any:
+) -> jex.JaxprEqn:
     """Return the equation, whose results have these names where there are any."""
     types = [jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype) for a in operands]
     made = jax.eval_shape(lambda *of: primitive.bind(*of, **params), *types)

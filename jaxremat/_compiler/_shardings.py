@@ -195,7 +195,7 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
     """
     renamed: dict[Any, Any] = {}
 
-    def of(var: jex.Var) -> Any:
+    def of(var: Atom) -> Any:
         if _compat.is_literal(var) or not hasattr(var.aval, "dtype"):
             return var
         if var not in renamed:
@@ -203,7 +203,7 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
             renamed[var] = _compat.new_var(ShapedArray(places.part(var), shaped(var).dtype, weak_type=weak))
         return renamed[var]
 
-    def each(variables: Iterable[jex.Var]) -> list[Any]:
+    def each(variables: Iterable[Atom]) -> list[Any]:
         return [of(v) for v in variables]
 
     jaxpr = traced.jaxpr.jaxpr

@@ -33,7 +33,7 @@ class Body:
     labels: dict[Any, str]
 
     @property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> jex.Jaxpr:
         """Without its constants."""
         return self.closed.jaxpr
 
@@ -109,7 +109,7 @@ def copied(
     rename: dict[jex.Var, Atom],
     chosen: Callable[[str], bool],
     naming: Naming,
-) -> list[Any]:
+) -> list[jex.JaxprEqn]:
     """Copies of some of a body's equations, with names for those of their results whose name is chosen.
 
     **Arguments:** `rename` maps the body's variables to those that stand for them; results are added.

@@ -34,7 +34,7 @@ def is_pooling(eqn: jex.JaxprEqn) -> bool:
     return is_inexact(eqn.invars[0].aval) and small and not spread
 
 
-def pooled_inline(eqn: jex.JaxprEqn) -> list[Any]:
+def pooled_inline(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """Return equations in place of a max-pooling."""
     plain = functools.partial(eqn.primitive.bind, **eqn.params)
 

@@ -21,7 +21,7 @@ from .._program._primitives import runs_once
 from .._program._splice import inlined
 
 
-def named(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
+def named(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[jex.JaxprEqn]:
     """Return equations that make the equation's results, some of them under names.
 
     **Arguments:** `names` by the place of a result.
@@ -29,12 +29,12 @@ def named(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
     return _self_reading(eqn, names) or named_behind(eqn, names, _in_parts)
 
 
-def _whole(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[Any]:
+def _whole(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[jex.JaxprEqn]:
     """Return equations that give a value its name, by which it is called as the result."""
     return [_compat.name_eqn(value, result, name, source_info)]
 
 
-def _in_parts(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[Any]:
+def _in_parts(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[jex.JaxprEqn]:
     """Return the same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
     if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
         return _whole(value, result, name, source_info)
@@ -52,7 +52,7 @@ def named_behind(
     eqn: jex.JaxprEqn,
     names: dict[int, str],
     give: Callable[[Atom, jex.Var, str, SourceInfo], list[jex.JaxprEqn]] = _whole,
-) -> list[Any]:
+) -> list[jex.JaxprEqn]:
     """Return the equation, and others that give its results their names."""
     outvars = list(eqn.outvars)
     after = []

@@ -39,7 +39,7 @@ def _evaluated(
     known = [*body.closed.consts, *operands]
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], known, strict=True))
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Atom:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
     segments = cut.segments[body.numbers[0]] if body.numbers else ()
@@ -93,7 +93,7 @@ def _piece(body: Body, segment: Segment, made: Sequence[Atom], names: frozenset[
     return _compat.new_jaxpr((), (), list(outer), [rename[v] for v in made], eqns)
 
 
-def _written(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
+def _written(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[jex.JaxprEqn]:
     """Return the equation as it stands in a segment, its results under names."""
     if not is_pooling(eqn):
         return named(eqn, names)

@@ -78,7 +78,7 @@ class AllRows:
     rows: int
 
 
-def stacked(x: jax.Array, dimension: int, count: int, size: int) -> Any:
+def stacked(x: jax.Array, dimension: int, count: int, size: int) -> jax.Array:
     """Return a stack of so many chunks, those of the last with rows of the one before where the size does not divide
     the rows.
     """

@@ -172,7 +172,7 @@ class _Chunks:
             return list(map(Sum, self._made(eqn, self._linear(eqn, kinds))))
         raise OtherLoopError
 
-    def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[Any]:
+    def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[jex.Var]:
         """Append an equation of these operands, and return its results."""
         outvars = [_variable(v.aval) for v in changed.pop("like", eqn.outvars)]
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
@@ -552,7 +552,7 @@ class _Chunks:
         return found
 
 
-def _variable(aval: AbstractValue) -> Any:
+def _variable(aval: AbstractValue) -> jex.Var:
     """Return a variable of a type; over which devices its values vary is not looked at."""
     return _compat.new_var(_compat.unvaried(aval))
 

@@ -62,7 +62,7 @@ class Equals:
         default_factory=dict
     )  # what makes such equations equal -> results
 
-    def read(self, atom: Atom) -> Any:
+    def read(self, atom: Atom) -> Atom:
         """Return what an operand or a result is called now."""
         return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
 
@@ -103,13 +103,13 @@ class Equals:
                 self._seen[key, scope] = twin
         self.merged_of.append(twin)
 
-    def value(self, atom: Atom) -> Any:
+    def value(self, atom: Atom) -> Atom:
         """Return what makes two operands the same, of whatever scope: what they are called or, of constants,
         made of.
         """
         return _atom(self.first(atom))
 
-    def first(self, atom: Atom) -> Any:
+    def first(self, atom: Atom) -> Atom:
         """Return what a name names, the first variable that is made of the same constants in the same way; others are
         themselves.
         """
@@ -137,7 +137,7 @@ class Equals:
                 return eqn if is_light(eqn) and not eqn.effects and not is_loop_edge(eqn) else None
             return self._constants.get(atom)
 
-        def anew(atom: Atom) -> Any:
+        def anew(atom: Atom) -> Atom:
             if (eqn := maker(atom)) is None:
                 return atom
             if atom not in made:
@@ -183,7 +183,7 @@ class _Joined:
     results: Mapping[Any, Any]
 
 
-def _variables(atoms: Sequence[Atom]) -> list[Any]:
+def _variables(atoms: Sequence[Atom]) -> list[jex.Var]:
     return list(dict.fromkeys(a for a in atoms if not _compat.is_literal(a)))
 
 
@@ -256,7 +256,7 @@ def _joined_scans(eqn: jex.JaxprEqn, again: jex.JaxprEqn, around: Equals, at: in
     return _Joined(_compat.scan_like(eqn, body, length, operands, (lasts, [*stacks, *extra])), found)
 
 
-def _slice(length: int, array: Atom) -> Any:
+def _slice(length: int, array: Atom) -> jex.Var:
     return _compat.new_var(jex.mapped_aval(length, 0, array.aval))
 
 
@@ -318,7 +318,7 @@ def _key(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
     return key
 
 
-def _like(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
+def _like(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> tuple[object, ...]:
     params = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
     return (eqn.primitive, invars, params, eqn.ctx, tuple(v.aval for v in eqn.outvars))
 

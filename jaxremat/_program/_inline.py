@@ -95,7 +95,7 @@ class Inliner:
         into: list[jex.JaxprEqn],
         *,
         marks: bool = False,
-    ) -> list[Any]:
+    ) -> list[Atom]:
         """Append a body's flat equations for these operands below a call's source info; returns its results.
 
         **Arguments:** `marks` leaves names and hints where they are, for when the body is inlined for good.
@@ -104,7 +104,7 @@ class Inliner:
         known = [self.constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
         return self._walk(jaxpr, [*known, *operands], info, into, marks)
 
-    def constant(self, const: object, aval: AbstractValue) -> Any:
+    def constant(self, const: object, aval: AbstractValue) -> Atom:
         """Return the program's variable for a constant of one of its bodies."""
         if id(const) not in self._const_of:
             self._const_of[id(const)] = _compat.new_var(aval)
@@ -119,10 +119,10 @@ class Inliner:
         outer: SourceInfo | None,
         into: list[jex.JaxprEqn],
         marks: bool,
-    ) -> list[Any]:
+    ) -> list[Atom]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
 
-        def read(atom: Atom) -> Any:
+        def read(atom: Atom) -> Atom:
             return atom if _compat.is_literal(atom) else env[atom]
 
         barriers = frozenset() if self.respect_checkpoint else _of_checkpoints(jaxpr.eqns, outer)
@@ -171,21 +171,22 @@ class Inliner:
             into.extend(_each_placed(moved) if name == "device_put" else [moved])
         return [read(a) for a in jaxpr.outvars]
 
-    def _iteration(self, eqn: jex.JaxprEqn, into: list[jex.JaxprEqn], marks: bool) -> list[Any]:
+    def _iteration(self, eqn: jex.JaxprEqn, into: list[jex.JaxprEqn], marks: bool) -> list[Atom]:
         """Append the one iteration of a scan; returns the scan's results."""
         consts, init, scanned = _compat.scan_operands(eqn)
         rows = [self._row(a, eqn.source_info, into) for a in scanned]
         operands = [*consts, *init, *rows]
-        made = self.body(eqn.params["jaxpr"], operands, eqn.source_info, into, marks=marks)
-        results = made[: len(init)]
-        for row, stack in zip(made[len(init) :], eqn.outvars[len(init) :], strict=True):
+        found = self.body(eqn.params["jaxpr"], operands, eqn.source_info, into, marks=marks)
+        results = found[: len(init)]
+        for row, stack in zip(found[len(init) :], eqn.outvars[len(init) :], strict=True):
             shape = shaped(stack).shape
-            results.append(_compat.new_var(stack.aval))
-            _append(lambda x, shape=shape: jax.lax.reshape(x, shape), row, results[-1], eqn.source_info, into)
-            self._row_of[results[-1]] = row
+            made = _compat.new_var(stack.aval)
+            _append(lambda x, shape=shape: jax.lax.reshape(x, shape), row, made, eqn.source_info, into)
+            self._row_of[made] = row
+            results.append(made)
         return results
 
-    def _row(self, stack: Atom, info: SourceInfo, into: list[jex.JaxprEqn]) -> Any:
+    def _row(self, stack: Atom, info: SourceInfo, into: list[jex.JaxprEqn]) -> jex.Var:
         """Return the only row of a stack."""
         if stack not in self._row_of:
             self._row_of[stack] = _compat.new_var(jex.mapped_aval(1, 0, stack.aval))

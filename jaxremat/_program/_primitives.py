@@ -329,7 +329,7 @@ def _names_inside(jaxpr: AnyJaxpr) -> frozenset[str]:
     return found
 
 
-def inner_jaxprs(eqn: jex.JaxprEqn) -> list[Any]:
+def inner_jaxprs(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
     """Return the open jaxprs among an equation's parameters (bodies of loops, branches, calls)."""
     found = []
     for param in eqn.params.values():
@@ -340,7 +340,7 @@ def inner_jaxprs(eqn: jex.JaxprEqn) -> list[Any]:
     return found
 
 
-def inner_eqns(eqn: jex.JaxprEqn) -> list[Any]:
+def inner_eqns(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """Return the equations of an equation's bodies, and of the bodies in those."""
     found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
     return found + [deeper for inner in found for deeper in inner_eqns(inner)]

@@ -10,7 +10,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
-from ._compat import Atom, SourceInfo, shaped
+from ._compat import AbstractValue, Atom, SourceInfo, shaped
 
 
 def inlined(
@@ -18,7 +18,7 @@ def inlined(
     operands: Sequence[Atom],
     source_info: SourceInfo,
     results: Sequence[jex.Var | None] = (),
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[jex.JaxprEqn], list[Any]]:
     """Return the equations of a jaxpr without constants for these operands, and their results, under given names if
     any. Those that the library made have the line of what they stand for.
     """
@@ -47,7 +47,7 @@ def inlined(
     return eqns, [*results, *made[len(results) :]]
 
 
-def typed(atom: Atom) -> Any:
+def typed(atom: Atom) -> AbstractValue | jax.ShapeDtypeStruct:
     """Return the type of a variable, for a function to be traced with."""
     if _compat.varying_axes(atom):
         return atom.aval
@@ -57,7 +57,7 @@ def typed(atom: Atom) -> Any:
 
 def in_place_of(
     eqn: jex.JaxprEqn, fn: Callable[..., object], operands: Sequence[Atom] | None = None
-) -> list[Any]:
+) -> list[jex.JaxprEqn]:
     """Return the equations of a function in the place of one, of its operands or of others."""
     operands = eqn.invars if operands is None else operands
     closed = jax.make_jaxpr(fn)(*map(typed, operands))

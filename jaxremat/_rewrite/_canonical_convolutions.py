@@ -46,7 +46,7 @@ def _rewritten(closed: jex.ClosedJaxpr, *, inside: bool) -> jex.ClosedJaxpr:
     return with_eqns(closed, eqns)
 
 
-def _with_bodies(eqn: jex.JaxprEqn, *, inside: bool) -> Any:
+def _with_bodies(eqn: jex.JaxprEqn, *, inside: bool) -> jex.JaxprEqn:
     name = eqn.primitive.name
     changed: dict[str, Any] = {}
     for param in _BODIES.get(name, _CALLS.get(name, ())):

@@ -38,7 +38,7 @@ def is_named(eqn: jex.JaxprEqn) -> bool:
     return len(eqn.outvars) == 1 and _compat.has_scope(eqn, _SCOPE)
 
 
-def in_memory(eqn: jex.JaxprEqn) -> list[Any]:
+def in_memory(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """Return the equation, whose result passes a barrier of its own."""
     (made,) = eqn.outvars
     before = _compat.new_var(made.aval)
@@ -76,7 +76,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(flat, named)
 
 
-def _read_by_fusion_root(eqns: Sequence[jex.JaxprEqn]) -> set[Any]:
+def _read_by_fusion_root(eqns: Sequence[jex.JaxprEqn]) -> set[jex.Var]:
     """Return what contractions and the like read, views of it looked through: it is in memory."""
     found: set[Any] = set()
     for eqn in reversed(eqns):

@@ -284,7 +284,7 @@ def _copy_nbytes(encoding: Encoding, aval: Aval | jax.Array) -> int:
 
 
 @mechanism("masks in bits", off=lambda *_: [])
-def _random_masks(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[Any]:
+def _random_masks(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[jex.Var]:
     """Return the large masks that are made of random words entry by entry, and of no other mask."""
     words: set[Any] = set()  # and what is made of them
     found: list[Any] = []
@@ -299,7 +299,7 @@ def _random_masks(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large
     return found
 
 
-def _dear(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[Any]:
+def _dear(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[jex.Var]:
     """Return the large values that are not made of a single large one entry by entry."""
     roots: dict[Any, frozenset[Any]] = {}  # of which such values each is made entry by entry
     found: list[Any] = []

@@ -116,7 +116,7 @@ class FlatProgram:
         return cls(closed, (-1,) * count, tuple((i,) for i in range(count)))
 
     @property
-    def eqns(self) -> list[Any]:
+    def eqns(self) -> list[jex.JaxprEqn]:
         """The equations in order."""
         return self.closed.jaxpr.eqns
 

@@ -53,7 +53,7 @@ def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxp
     return with_eqns(flat, eqns)
 
 
-def _made(var: jex.Var, sharding: NamedSharding, reader: jex.JaxprEqn) -> Any:
+def _made(var: jex.Var, sharding: NamedSharding, reader: jex.JaxprEqn) -> jex.JaxprEqn:
     """Return the equation that gathers a variable."""
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     of = var.aval if explicit else jax.ShapeDtypeStruct(shaped(var).shape, shaped(var).dtype)

@@ -60,7 +60,7 @@ def written_in_place(
     before: list[Any] = []
     place, places = None, None
 
-    def index() -> Any:
+    def index() -> jex.Var:
         nonlocal place, places
         if place is None:
             places = append(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length), (), loop.eqn)
@@ -90,7 +90,7 @@ def written_in_place(
     for array, (part, zero) in section.filled.items():
         shape, dtype = array.aval.shape, array.aval.dtype
 
-        def begin(zero: jax.Array, shape: tuple[int, ...] = shape, dtype: DType = dtype) -> Any:
+        def begin(zero: jax.Array, shape: tuple[int, ...] = shape, dtype: DType = dtype) -> jax.Array:
             return jax.lax.broadcast(zero.astype(dtype), shape)
 
         carry(append(before, begin, (zero,), loop.eqn), _compat.new_var(array.aval), part, array)
@@ -126,7 +126,7 @@ def _writes(section: Section, same: Callable[[Atom], Atom]) -> list[_Write]:
     return found
 
 
-def _needed_besides(section: Section, writes: Sequence[_Write]) -> set[Any]:
+def _needed_besides(section: Section, writes: Sequence[_Write]) -> set[jex.Var]:
     """Return what is needed for anything but results that are written over."""
     written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
     needed = (
@@ -147,7 +147,7 @@ def _read_rows(
     before_barrier: Callable[[Atom], Atom],
     *,
     materialises_eagerly: bool,
-) -> set[Any]:
+) -> set[jex.Var]:
     """Read parts of arrays, of what is written over from the carry; held behind a barrier those that the iteration's
     own work needs, which are returned with what else it needs.
     """

@@ -66,7 +66,7 @@ class Following:
             self._slices.setdefault(eqn.invars[0], []).append(eqn)
         self._follow([eqn])
 
-    def needed(self, wanted: Iterable[Atom], start: int = 0) -> list[Any]:
+    def needed(self, wanted: Iterable[Atom], start: int = 0) -> list[jex.JaxprEqn]:
         """Return of the equations from that one on those that make these variables."""
         needed = {self.name[v] for v in wanted}
         kept = []
@@ -76,7 +76,7 @@ class Following:
                 needed.update(_compat.variables(eqn.invars))
         return kept[::-1]
 
-    def read(self, atom: Atom) -> Any:
+    def read(self, atom: Atom) -> Atom:
         """Return what a variable that is known is called; a literal as it is."""
         return atom if _compat.is_literal(atom) else self.name[atom]
 
@@ -89,7 +89,7 @@ class Following:
             for v in self._forward(eqn) or self._backward(eqn):
                 waiting.extend(self._about.get(v, ()))
 
-    def _forward(self, eqn: jex.JaxprEqn) -> list[Any]:
+    def _forward(self, eqn: jex.JaxprEqn) -> list[jex.Var]:
         """Return what becomes known of an equation's results."""
         new = [v for v in eqn.outvars if v not in self.name]
         if not new or not all(map(self._is_known, eqn.invars)):
@@ -99,7 +99,7 @@ class Following:
         self.name.update((v, name) for v, name in zip(eqn.outvars, made, strict=True) if v in new)
         return new
 
-    def _backward(self, eqn: jex.JaxprEqn) -> list[Any]:
+    def _backward(self, eqn: jex.JaxprEqn) -> list[Atom]:
         """Return what becomes known of its operands."""
         unknown = [i for i, a in enumerate(eqn.invars) if not self._is_known(a)]
         if not unknown or not any(v in self.name for v in eqn.outvars):
@@ -115,12 +115,12 @@ class Following:
         rest = [self.read(a) for j, a in enumerate(eqn.invars) if j != i]
         return [self._made(eqn, eqn.invars[i], inverse, [*map(self.read, eqn.outvars), *rest])]
 
-    def _made(self, eqn: jex.JaxprEqn, v: Atom, fn: Callable[..., object], arguments: Sequence[Atom]) -> Any:
+    def _made(self, eqn: jex.JaxprEqn, v: Atom, fn: Callable[..., object], arguments: Sequence[Atom]) -> Atom:
         made = _compat.new_var(v.aval)
         self.name[v] = append(self.eqns, fn, arguments, eqn, made)
         return v
 
-    def _parts(self, eqn: jex.JaxprEqn, unknown: Sequence[int]) -> list[Any]:
+    def _parts(self, eqn: jex.JaxprEqn, unknown: Sequence[int]) -> list[Atom]:
         """Return the operands of a concatenation, of which its result is known."""
         axis, (y,) = eqn.params["dimension"], eqn.outvars
         ends = np.cumsum([shaped(a).shape[axis] for a in eqn.invars])
@@ -131,13 +131,13 @@ class Following:
                 continue
             start = int(ends[i]) - shaped(a).shape[axis]
 
-            def part(y: jax.Array, start: int = start, end: int = int(ends[i])) -> Any:
+            def part(y: jax.Array, start: int = start, end: int = int(ends[i])) -> jax.Array:
                 return lax.slice_in_dim(y, start, end, axis=axis)
 
             found.append(self._made(eqn, a, part, [self.name[y]]))
         return found
 
-    def _whole(self, x: Atom) -> list[Any]:
+    def _whole(self, x: Atom) -> list[Atom]:
         """Return an array all of whose slices along one dimension are known."""
         shape = shaped(x).shape
         known = [eqn for eqn in self._slices.get(x, ()) if eqn.outvars[0] in self.name]
@@ -215,7 +215,7 @@ class Following:
 def _entrywise(fn: Callable[..., object]) -> Callable[..., Any]:
     """Return the same of an array and one like it, or one that is spread over it."""
 
-    def spread(a: jax.Array, shape: tuple[int, ...]) -> Any:
+    def spread(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return lax.broadcast_in_dim(a, shape, range(len(shape) - a.ndim, len(shape)))
 
     return lambda y, a: fn(y, a if a.shape == y.shape else spread(a, y.shape))

@@ -40,7 +40,7 @@ def _is_replaced(fuses_reductions: bool, eqn: jex.JaxprEqn) -> bool:
     return needs_replacement or is_marked(eqn)
 
 
-def inline(eqn: jex.JaxprEqn) -> list[Any]:
+def inline(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """Return the equations in place of one that is to be replaced."""
     if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)

@@ -25,7 +25,7 @@ def close_loops(
     loops: Sequence[Loop],
     *,
     materialises_eagerly: bool = True,
-) -> list[Any]:
+) -> list[jex.JaxprEqn]:
     """Return flat equations with scans in the place of sections.
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
@@ -42,7 +42,7 @@ def closed_within(
     around: int,
     *,
     materialises_eagerly: bool = True,
-) -> list[tuple[Any, int]]:
+) -> list[tuple[jex.JaxprEqn, int]]:
     """Return flat equations and their loops, with scans in the place of the sections within one loop, -1 for the
     program.
     """
@@ -57,7 +57,7 @@ def closed_within(
 
 def scan_of(
     section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[jex.Var, Atom], *, materialises_eagerly: bool
-) -> Any:
+) -> jex.JaxprEqn:
     """Return the scan that a section becomes where no other hands it anything: what it reads of others are constants.
 
     **Arguments:** `before` as by `before_barriers`.
@@ -69,16 +69,16 @@ def scan_of(
     return _scan(found, loop)
 
 
-def before_barriers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, Any]:
+def before_barriers(eqns: Sequence[jex.JaxprEqn]) -> dict[jex.Var, Atom]:
     """Return what variables were before a barrier."""
     barriers = (eqn for eqn in eqns if is_barrier(eqn))
     return {v: a for eqn in barriers for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
 
 
-def name_before(before: dict[jex.Var, Atom]) -> Callable[[Any], Any]:
+def name_before(before: dict[jex.Var, Atom]) -> Callable[[Atom], Atom]:
     """Return what gives a variable its first name."""
 
-    def same(atom: Atom) -> Any:
+    def same(atom: Atom) -> Atom:
         while not _compat.is_literal(atom) and atom in before:
             atom = before[atom]
         return atom
@@ -88,7 +88,7 @@ def name_before(before: dict[jex.Var, Atom]) -> Callable[[Any], Any]:
 
 def without_unread(
     eqns: Sequence[jex.JaxprEqn], results: Sequence[Atom], kinds: Collection[str] = ("cond", "shard_map")
-) -> list[Any]:
+) -> list[jex.JaxprEqn]:
     """Return the equations, those of these kinds without results that nobody reads, nor what they make only those of.
 
     A plan that drops what such a one hands to the backward pass reads it in a clone, which need not make the rest.
@@ -183,7 +183,7 @@ def _handed_on(items: list[_Item], section: Section, loop: Loop, other: int) -> 
     return [*items[:at], *(_Item(eqn, other) for eqn in slices), *handed]
 
 
-def _scan(section: Section, loop: Loop) -> Any:
+def _scan(section: Section, loop: Loop) -> jex.JaxprEqn:
     indices = sorted(section.carries)
     results = [*(section.lasts[i][0] for i in indices), *section.stacked.values()]
     section.eqns = without_unread(section.eqns, results)

@@ -150,7 +150,7 @@ class Opener:
                 self._edge(STACK, atom, loop, made, *row, index=i, length=loop.length)
         return number
 
-    def _slice(self, array: Atom, loop: Loop) -> Any:
+    def _slice(self, array: Atom, loop: Loop) -> jex.Var:
         key = (loop.group, array)
         if key not in self.slices:
             self.slices[key] = self._edge(SLICE, array, loop, length=loop.length)
@@ -164,7 +164,7 @@ class Opener:
         made: jex.Var | None = None,
         *more: Atom,
         **params: object,
-    ) -> Any:
+    ) -> jex.Var:
         params = {"loop": loop.id, **params}
         if made is None:
             made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
@@ -178,7 +178,7 @@ def append(
     arguments: Sequence[Atom],
     like: jex.JaxprEqn,
     made: jex.Var | None = None,
-) -> Any:
+) -> jex.Var:
     """Append the equations of a function of these arguments; returns its result, of the given name if any."""
     types = [
         a.aval if on_host(a.aval) else jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype)
@@ -190,12 +190,12 @@ def append(
     return result
 
 
-def row_at(array: jax.Array, index: jax.Array) -> Any:
+def row_at(array: jax.Array, index: jax.Array) -> jax.Array:
     """Return the row of an array at an index that is not negative."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
-def row_written(array: jax.Array, row: jax.Array, index: jax.Array) -> Any:
+def row_written(array: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
     """Return the array with another row at an index that is not negative."""
     return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 

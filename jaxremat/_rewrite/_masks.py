@@ -72,7 +72,7 @@ def with_results(program: FlatProgram) -> FlatProgram:
     if not able:
         return program
     wanted = _wanted(eqns, in_backward, kept, able)
-    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    maker: dict[Atom, jex.JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
     chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, maker)}
     if not chosen:
         return program
@@ -136,7 +136,7 @@ def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
     return low < number < high
 
 
-def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[Any]:
+def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[jex.Var]:
     """Return what contractions and the like of the backward pass read, views of it looked through."""
     found: set[Any] = set()
     for eqn, is_backward in zip(reversed(eqns), reversed(in_backward), strict=True):
@@ -147,7 +147,7 @@ def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[Any]
 
 def _wanted(
     eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool], kept: set[jex.Var], masks: Collection[int]
-) -> set[Any]:
+) -> set[jex.Var]:
     """Return what the backward pass reads of the forward pass, and what of that is fused is made of, these masks
     left out.
     """

@@ -134,14 +134,14 @@ class _Pair:
         self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
         self.last: list[dict[Any, Any]] = []  # and those of each rest
 
-    def _known(self, eqn: jex.JaxprEqn, but: Sequence[Atom] = ()) -> list[Any]:
+    def _known(self, eqn: jex.JaxprEqn, but: Sequence[Atom] = ()) -> list[Atom]:
         """Return a scan's constants, those of its body and the arrays that it scans over but for these."""
         consts, _, arrays = operands(eqn)
         body, held = _compat.opened(eqn.params["jaxpr"])
         own = (self.inliner.constant(c, v.aval) for c, v in zip(held, body.constvars, strict=True))
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
-    def forward(self) -> list[Any]:
+    def forward(self) -> list[jex.JaxprEqn]:
         """Return the forward scan over the first level, with nested checkpointing one that stacks the carries that
         its segments start with; then those of the rests.
         """
@@ -173,14 +173,14 @@ class _Pair:
             self.last.append(dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True)))
         for v in (eqn.outvars[i] for i in self.visible):
 
-            def whole(stack: jax.Array, *rests: jax.Array) -> Any:
+            def whole(stack: jax.Array, *rests: jax.Array) -> jax.Array:
                 stacks = [stack.reshape(main, *stack.shape[len(self.levels) :]), *rests]
                 return jnp.concatenate(stacks[::-1] if eqn.params["reverse"] else stacks)
 
             append(made, whole, [self.first[v], *(last[v] for last in self.last)], eqn, v)
         return made
 
-    def backward(self, eqn: jex.JaxprEqn) -> list[Any]:
+    def backward(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         """Return the rests' backward scans, the last first, and that over the first level; with nested
         checkpointing its body runs a segment's forward scan once more.
         """
@@ -331,17 +331,17 @@ class _Pair:
             eqns.append(inner.replace(invars=[_read(a, rename) for a in inner.invars], outvars=made))
         return eqns, [_read(a, rename) for a in outvars]
 
-    def _indices(self, into: list[jex.JaxprEqn], shape: Sequence[int], first: int) -> Any:
+    def _indices(self, into: list[jex.JaxprEqn], shape: Sequence[int], first: int) -> jex.Var:
         """Append what makes an array of this shape of the iterations' indices from the first on."""
         made = lambda: lax.iota(jnp.int32, prod(shape)).reshape(shape) + first  # noqa: E731
         return append(into, made, (), self.eqn)
 
 
-def _read(atom: Atom, rename: dict[jex.Var, Atom]) -> Any:
+def _read(atom: Atom, rename: dict[jex.Var, Atom]) -> Atom:
     return atom if _compat.is_literal(atom) else rename[atom]
 
 
-def _row(into: list[jex.JaxprEqn], array: Atom, index: Atom, like: jex.JaxprEqn, opened: bool) -> Any:
+def _row(into: list[jex.JaxprEqn], array: Atom, index: Atom, like: jex.JaxprEqn, opened: bool) -> jex.Var:
     """Append what reads the row of an array at an index."""
     if opened:
         params = {"length": shaped(array).shape[0]}
@@ -351,16 +351,16 @@ def _row(into: list[jex.JaxprEqn], array: Atom, index: Atom, like: jex.JaxprEqn,
     return append(into, row_at, (array, index), like)
 
 
-def _zeros(into: list[jex.JaxprEqn], aval: Aval, like: jex.JaxprEqn) -> Any:
+def _zeros(into: list[jex.JaxprEqn], aval: Aval, like: jex.JaxprEqn) -> jex.Var:
     return append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
 
 
-def _inside(eqn: jex.JaxprEqn) -> Any:
+def _inside(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
     """Return the equation as part of a body: the names around it are those of the loop."""
     return eqn.replace(source_info=_compat.root_source(eqn))
 
 
-def _fresh(atoms: Sequence[Atom]) -> list[Any]:
+def _fresh(atoms: Sequence[Atom]) -> list[jex.Var]:
     return [_compat.new_var(a.aval) for a in atoms]
 
 

@@ -53,7 +53,7 @@ def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) ->
     return program.moved(closed, [i for i, _ in items], over=over, gains=tuple(gains))
 
 
-def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[Any, Any]:
+def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[jex.Var, jex.Var]:
     """Return for results the donated argument whose memory JAX gives them: the first left of the same type, in
     order, of those that are read at all.
     """
@@ -242,7 +242,7 @@ class _Body:
         for array, row in zip(scanned, self.jaxpr.invars[self.first :], strict=True):
             self.rows.setdefault(array, row)
 
-    def row(self, array: jex.Var) -> Any:
+    def row(self, array: jex.Var) -> Atom:
         """Return what stands for an array in the body: its row, made there or scanned over."""
         if array in self.rows:
             return self.rows[array]
@@ -261,19 +261,19 @@ class _Body:
             self.rows[array] = self.scanned[array] = made
         return self.rows[array]
 
-    def _made(self, eqn: jex.JaxprEqn) -> Any:
+    def _made(self, eqn: jex.JaxprEqn) -> jex.Var:
         """Append the equation for one row."""
         inner = row_equation(eqn, self.loop.length, self.row, self._outside)
         self.eqns.append(inner)
         return inner.outvars[0]
 
-    def _outside(self, atom: Atom) -> Any:
+    def _outside(self, atom: Atom) -> Atom:
         """Return what stands for a value that is the same in all iterations."""
         if _compat.is_literal(atom):
             return atom
         return self.known.setdefault(atom, _compat.new_var(atom.aval))
 
-    def scan(self, kept: Sequence[jex.Var], made: Sequence[jex.Var]) -> Any:
+    def scan(self, kept: Sequence[jex.Var], made: Sequence[jex.Var]) -> jex.JaxprEqn:
         """Return the scan that stacks these of its own results, and the others."""
         loop, invars = self.loop, self.jaxpr.invars
         cut = len(self.consts)

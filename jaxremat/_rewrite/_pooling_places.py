@@ -174,7 +174,7 @@ def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
 
 
 @mechanism("pooling's gradient by place", off=lambda eqns, **_: list(eqns))
-def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[Any]:
+def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[jex.JaxprEqn]:
     """Return the equations of one body, with such gradients.
 
     **Arguments:** `early` whether places stand behind the pooling, and not all before their gradients.

@@ -158,7 +158,7 @@ def owners(loops: Sequence[Loop]) -> dict[int, int]:
     return found
 
 
-def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[Any]:
+def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[jex.Var]:
     """Return what equations outside of a loop, or other loops, read of it."""
     first = owners(loops)
 

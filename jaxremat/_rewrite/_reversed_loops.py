@@ -118,7 +118,7 @@ class _Pair:
                 return
             wanted += more
 
-    def apart(self) -> Any:
+    def apart(self) -> jex.JaxprEqn:
         """Return the scan that runs both passes of an iteration on its way back."""
         assert self.known is not None
         consts, init, scanned = operands(self.backward)

@@ -174,7 +174,7 @@ class _Chunks:
             (chain, begin) if program.eqns[maker].primitive is CARRY or (alone and maker in before) else None
         )
 
-    def _read_by(self, indices: Sequence[int]) -> list[Any]:
+    def _read_by(self, indices: Sequence[int]) -> list[jex.Var]:
         """Return what equations read of others."""
         eqns = [self.program.eqns[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
@@ -218,7 +218,7 @@ class _Chunks:
                 found.append(i)
         return found[::-1]
 
-    def equations(self) -> list[Any]:
+    def equations(self) -> list[jex.JaxprEqn]:
         """Return what stands in place of the region's equations: where it is most of a step, both passes of it, the
         loop, else a call, one of the backward pass if any of them is.
         """
@@ -245,7 +245,7 @@ class _Chunks:
             (env[eqn.outvars[0]],) = made if eqn.primitive.multiple_results else [made]
         return env
 
-    def _run(self, *operands: object) -> list[Any]:
+    def _run(self, *operands: object) -> list[jax.Array]:
         """Return the results of the region for what it reads."""
         env = self._read(operands)
         zero = jnp.zeros((), jnp.float32)
@@ -270,7 +270,8 @@ class _Chunks:
 
         state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
         return [
-            _in_shape(a.astype(v.aval.dtype), v.aval.shape) for a, v in zip(state, self.leaves, strict=True)
+            _in_shape(a.astype(shaped(v).dtype), shaped(v).shape)
+            for a, v in zip(state, self.leaves, strict=True)
         ]
 
     def _laid(self, v: jex.Var) -> tuple[int, ...]:
@@ -350,14 +351,14 @@ class _Chunks:
 
     def _part(
         self, eqns: list[jex.JaxprEqn], operand: Atom, index: jex.Var, dimension: int, like: jex.Var
-    ) -> Any:
+    ) -> jex.Var:
         """Return the rows of this chunk."""
         along = self._along(dimension)
         size = self.parts.of(shaped(operand).shape[along])
         shape = list(shaped(like).shape)
         shape[dimension] = self.parts.of(shape[dimension])
 
-        def part(whole: jax.Array, i: jax.Array) -> Any:
+        def part(whole: jax.Array, i: jax.Array) -> jax.Array:
             return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
 
         return append(eqns, part, (operand, index), self._reader(like))
@@ -378,13 +379,13 @@ class _Chunks:
         size, rows = shaped(invars[k]).shape[dimension], shaped(eqn.invars[k]).shape[dimension]
         rest = (self.parts.count - 1) * size - self.parts.again(rows)  # where the last part begins
 
-        def masked(part: jax.Array, i: jax.Array) -> Any:
+        def masked(part: jax.Array, i: jax.Array) -> jax.Array:
             at = lax.broadcasted_iota(jnp.int32, part.shape, dimension)
             return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
 
         invars[k] = append(eqns, masked, (invars[k], index), eqn)
 
-    def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Atom, made: Atom, index: jex.Var) -> Any:
+    def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Atom, made: Atom, index: jex.Var) -> Atom:
         """Return a result with what this chunk makes of it."""
         d = self.dimension[v]
         chain, begin = self.begun.get(v, ((), None))
@@ -397,7 +398,7 @@ class _Chunks:
         ):  # each chunk makes the same, as of a loop's counter
             return made
 
-        def written(whole: jax.Array, part: jax.Array, i: jax.Array) -> Any:
+        def written(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
             if d is None:
                 return whole + part.astype(whole.dtype)
             along = self._along(d)
@@ -411,7 +412,7 @@ class _Chunks:
         """Return the dimension of a part's rows."""
         return dimension + (self.region.parts > 1)
 
-    def _reader(self, v: jex.Var) -> Any:
+    def _reader(self, v: jex.Var) -> jex.JaxprEqn:
         return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.rules)
 
 
@@ -429,7 +430,7 @@ class _ScannedChunks(_Chunks):
     def _added_to(self, v: jex.Var, before: Collection[int]) -> None:
         """Return None: where a sum begins has a gradient of its own."""
 
-    def _run(self, *operands: object) -> list[Any]:
+    def _run(self, *operands: object) -> list[jax.Array]:
         env = self._read(operands)
         start = [
             env[self.over[v]] if v in self.over else jnp.zeros(shaped(v).shape, self._type(v))
@@ -448,7 +449,7 @@ class _ScannedChunks(_Chunks):
 
         rows = [self._in_chunks(env[a], self._dimension(a)) for a in self.rows]
         state, stacks = lax.scan(step, start, (indices, rows))
-        sums = (a.astype(v.aval.dtype) for a, v in zip(state, self.carried, strict=True))
+        sums = (a.astype(shaped(v).dtype) for a, v in zip(state, self.carried, strict=True))
         joined = (self._joined(a, self._dimension(v)) for a, v in zip(stacks, self.stacked, strict=True))
         found = dict(zip((*self.carried, *self.stacked), (*sums, *joined), strict=True))
         return [found[v] for v in self.leaves]
@@ -459,7 +460,7 @@ class _ScannedChunks(_Chunks):
         index = _compat.new_var(ShapedArray((), jnp.int32))
         state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.carried]
         so_far = dict(zip(self.carried, state, strict=True))
-        whole = [_compat.new_var(_strong(a.aval, _sum_type(shaped(a).dtype))) for a in self.whole]
+        whole = [_compat.new_var(_strong(shaped(a), _sum_type(shaped(a).dtype))) for a in self.whole]
         rows = [_compat.new_var(self._aval(a, self._dimension(a), {})) for a in self.rows]
         env: dict[Any, Any] = dict(zip((*self.whole, *self.rows), (*whole, *rows), strict=True))
         for a, v in zip(self.whole, whole, strict=True):
@@ -470,7 +471,7 @@ class _ScannedChunks(_Chunks):
         results += [env[v] for v in self.stacked]
         return _compat.new_jaxpr((), (), [index, *state, *whole, *rows], results, eqns)
 
-    def _reader(self, v: jex.Var) -> Any:
+    def _reader(self, v: jex.Var) -> jex.JaxprEqn:
         return next(
             self.program.eqns[i] for i in self.program.readers[v] if i in self.rules or i in self.turned
         )
@@ -480,7 +481,7 @@ class _ScannedChunks(_Chunks):
         assert found is not None
         return found
 
-    def _in_chunks(self, whole: jax.Array, dimension: int) -> Any:
+    def _in_chunks(self, whole: jax.Array, dimension: int) -> jax.Array:
         """Return a stack of the rows of each chunk, those of the last with rows of the one before where it begins
         earlier.
         """
@@ -495,7 +496,7 @@ class _ScannedChunks(_Chunks):
         others = (d for d in range(parts.ndim) if d != dimension)
         return lax.transpose(parts, (dimension, *others)) if dimension else parts
 
-    def _joined(self, stack: jax.Array, dimension: int) -> Any:
+    def _joined(self, stack: jax.Array, dimension: int) -> jax.Array:
         """Return the rows that chunks have stacked."""
         count, size = self.parts.count, stack.shape[1 + dimension]
         again = self.parts.again(size * self.parts.rows // self.parts.size)
@@ -522,5 +523,5 @@ def _moves(eqn: jex.JaxprEqn) -> bool:
     return (is_light(eqn) or is_placing(eqn)) and not is_loop_edge(eqn)
 
 
-def _in_shape(a: jax.Array, shape: Sequence[int]) -> Any:
+def _in_shape(a: jax.Array, shape: Sequence[int]) -> jax.Array:
     return a if a.shape == tuple(shape) else lax.reshape(a, shape)

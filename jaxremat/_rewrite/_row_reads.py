@@ -58,7 +58,7 @@ def read_late(
     index_of = {index: index for _, index in where.values()}  # its name behind the last barrier
     names: dict[Any, Any] = {}  # row -> its name there
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Atom:
         row = None if _compat.is_literal(atom) else passed.get(atom, atom)
         if row not in where:
             return there.get(row, atom)
@@ -92,7 +92,7 @@ def read_late(
 
 
 @mechanism("rows read late", off=lambda *_: set())
-def _late(section: Section, rows: Collection[jex.Var], passed: Mapping[jex.Var, Atom]) -> set[Any]:
+def _late(section: Section, rows: Collection[jex.Var], passed: Mapping[jex.Var, Atom]) -> set[jex.Var]:
     """Return the rows that are read behind a barrier. **Arguments:** `passed` the names before it of what
     passes one.
     """

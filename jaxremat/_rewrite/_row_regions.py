@@ -220,7 +220,7 @@ def largest(program: Readers, count: int, without: Collection[int] = ()) -> list
         if len(found) == count:
             break
         if program.inner(v):
-            found.setdefault(v.aval.shape, v)
+            found.setdefault(shaped(v).shape, v)
     least = SEED * max(map(_nbytes, found.values()), default=0)
     return [v for v in found.values() if _nbytes(v) >= least]
 
@@ -273,7 +273,7 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
             ):
                 if not _compat.is_literal(a):
                     dimension[a] = d if dimension.get(a) is None else dimension[a]
-                    sizes.add(a.aval.shape[d] if d is not None else 0)
+                    sizes.add(shaped(a).shape[d] if d is not None else 0)
     first = owners(loops)
     made = {v for i in first for v in eqns[i].outvars}
     leaves = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
@@ -429,7 +429,7 @@ class Grower:
                     self.dimension.update(zip(_compat.variables(eqns[i].invars), rule.operands, strict=False))
                     break
 
-    def _sums_read(self) -> list[Any]:
+    def _sums_read(self) -> list[jex.Var]:
         """Return the sums over rows that equations of the region read, but to add them to others."""
         readers = (self.program.eqns[i] for i, rule in self.rules.items() if not rule.linear)
         read = (a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums)

@@ -41,7 +41,7 @@ def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(closed, eqns)
 
 
-def _directly(eqn: jex.JaxprEqn, chosen: dict[jex.Var, jex.JaxprEqn]) -> Any:
+def _directly(eqn: jex.JaxprEqn, chosen: dict[jex.Var, jex.JaxprEqn]) -> jex.JaxprEqn:
     for one, result in (eqn.invars, eqn.invars[::-1]):
         choice = None if _compat.is_literal(result) else chosen.get(result)
         if choice is not None and any(one is operand for operand in choice.invars):

@@ -122,12 +122,12 @@ class Around:
         return str(_compat.new_jaxpr(own.constvars, self.flat.consts, own.invars, own.outvars, eqns).jaxpr)
 
     @property
-    def _eqn(self) -> Any:
+    def _eqn(self) -> jex.JaxprEqn:
         return self.flat.jaxpr.eqns[self.at]
 
     def _mapped(
         self, body: jex.ClosedJaxpr, operands: Sequence[Atom], specs: Sequence[jax.sharding.PartitionSpec]
-    ) -> Any:
+    ) -> jex.JaxprEqn:
         """Return the equation with another body, whose constants come first among the operands."""
         jaxpr = body.jaxpr
         opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns).jaxpr

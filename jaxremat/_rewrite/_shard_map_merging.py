@@ -98,7 +98,7 @@ class _Body:
         self.invars: list[Any] = []
         self.eqns: list[Any] = []
 
-    def operand(self, atom: Atom, spec: jax.sharding.PartitionSpec, aval: Aval) -> Any:
+    def operand(self, atom: Atom, spec: jax.sharding.PartitionSpec, aval: Aval) -> Atom:
         """Return the body's variable for an operand: one for all who read it alike."""
         if _compat.is_literal(atom) and not shaped(atom).shape and spec == PartitionSpec():
             return atom
@@ -110,13 +110,13 @@ class _Body:
         self.invars.append(_compat.new_var(aval))
         return self.invars[-1]
 
-    def append(self, eqn: jex.JaxprEqn, operands: Sequence[Atom]) -> list[Any]:
+    def append(self, eqn: jex.JaxprEqn, operands: Sequence[Atom]) -> list[jex.Var]:
         """Write an equation on the body's own values; returns its results."""
         outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=[*operands], outvars=outvars))
         return outvars
 
-    def of(self, mapped: jex.JaxprEqn, known: dict[int, Atom] | None = None) -> list[Any]:
+    def of(self, mapped: jex.JaxprEqn, known: dict[int, Atom] | None = None) -> list[Atom]:
         """Write the body of a `shard_map`, with some operands known; returns its results."""
         known, jaxpr = known or {}, mapped.params["jaxpr"]
         env: dict[Any, Any] = {}

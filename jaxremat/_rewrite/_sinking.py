@@ -70,7 +70,7 @@ def sink(
     places: list[int] = []
     clones: dict[tuple[Any, int], Any] = {}
 
-    def within(a: Atom, loop: int) -> Any:
+    def within(a: Atom, loop: int) -> Atom:
         """Return what the variable is called in the loop, where it is made if need be."""
         if _compat.is_literal(a) or a not in sunk or not _around(made, a, loop, loops):
             return a
@@ -90,13 +90,13 @@ def sink(
     return found, places
 
 
-def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[Any]:
+def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[jex.JaxprEqn]:
     """Return equations of which the chosen scans, which are not inlined, make such values themselves."""
     made = _makers(eqns, [-1] * len(eqns))
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
 
-def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> Any:
+def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> jex.JaxprEqn:
     """Return a scan whose body makes constants that grow out of little."""
     consts, init, arrays = _compat.scan_operands(scan)
     closed = scan.params["jaxpr"]
@@ -110,7 +110,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> Any:
     known = {a: v for v, a in own.items() if not _compat.is_literal(a)}
     eqns: list[Any] = []
 
-    def within(a: Atom, name: jex.Var | None = None) -> Any:
+    def within(a: Atom, name: jex.Var | None = None) -> Atom:
         """Return what an outer variable is called in the body, where it is made if it can be."""
         if _compat.is_literal(a) or (name is None and a in known):
             return a if _compat.is_literal(a) else known[a]
@@ -134,7 +134,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> Any:
     return _compat.scan_like(scan, body, scan.params["length"], operands, (lasts, stacks))
 
 
-def _stored(jaxpr: jex.Jaxpr) -> set[Any]:
+def _stored(jaxpr: jex.Jaxpr) -> set[jex.Var]:
     """Return the variables of a body that equations read from memory, in calls too, or that it returns."""
     found = set(_compat.variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:

@@ -4,8 +4,6 @@ XLA:CPU makes the arrays that a loop stacks into of zeros, for which nothing has
 beginning of the step. Here they are carries, made of a zero that has passed a barrier with the scan's operands.
 """
 
-from typing import Any
-
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +32,7 @@ def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
     return sum(map(aval_nbytes, stacks)) if plain and untyped and _compat.variables(eqn.invars) else 0
 
 
-def begun_late(eqn: jex.JaxprEqn) -> list[Any]:
+def begun_late(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """Return the equations in place of such a scan: opened, and closed again with stacks that begin as that zero."""
     given = list(dict.fromkeys(_compat.variables(eqn.invars)))
     zero = _compat.new_var(_ZERO.aval)

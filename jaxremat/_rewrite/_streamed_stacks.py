@@ -41,7 +41,7 @@ def with_streamed_stacks(program: FlatProgram) -> FlatProgram:
     return program.moved(with_eqns(program.closed, [found[i] for i in left]), left)
 
 
-def read_by_rows(closed: jex.ClosedJaxpr) -> list[Any]:
+def read_by_rows(closed: jex.ClosedJaxpr) -> list[jex.Var]:
     """Return the arguments that loops read row by row, and nothing else before the last of these loops: in host memory
     they need little of the device's.
     """

@@ -16,6 +16,7 @@ import jaxremat
 import jaxremat.flax
 from jaxremat._emit._joint import flattened, in_parts
 from jaxremat._plan._divided_functions import is_proved
+from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite import _row_chunks
 from jaxremat._rewrite._function_parts import divisions
@@ -252,10 +253,10 @@ def test_short_numbers_are_added_up_in_long_ones() -> None:
         eqn for each in closed.jaxpr.eqns for eqn in (each, *inner_eqns(each)) if eqn.primitive.name == "scan"
     ]
     carried = {
-        v.aval.dtype
+        shaped(v).dtype
         for eqn in scans
         for v in eqn.outvars[: eqn.params.get("num_carry", 0)]
-        if v.aval.shape in {a.shape for a in jax.tree.leaves(w)}
+        if shaped(v).shape in {a.shape for a in jax.tree.leaves(w)}
     }
     assert carried <= {jnp.dtype(jnp.float32)}
     exact = gradient(gated)(*jax.tree.map(lambda a: a.astype(jnp.float32), (x, w)))

@@ -14,6 +14,7 @@ from test_trace import runnable
 from jaxremat._attention._operations import ATTENTION as ATTEND
 from jaxremat._attention._operations import attends, division, is_attention
 from jaxremat._model._variant import ATTENTION, LOOP, REVERSED, ROWS, Choice, Variant
+from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -190,7 +191,7 @@ def test_forward_passes_that_forms_run_by_themselves(choice: Choice) -> None:
     changed = trace(jax.jit(step), (weights, x), {}).in_form(IN_PARTS.also(choice))
     closed = [eqn for eqn in changed.jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"]
     assert closed and all(map(attends, closed))
-    inside = (v.aval for eqn in closed for inner in inner_eqns(eqn) for v in inner.outvars)
+    inside = (shaped(v) for eqn in closed for inner in inner_eqns(eqn) for v in inner.outvars)
     assert all(a.shape.count(LENGTH) < 2 for a in inside if jnp.issubdtype(a.dtype, jnp.floating))
     found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
     # Inputs that are computed from outputs differ in the last bits, and each layer adds some.

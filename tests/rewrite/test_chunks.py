@@ -16,6 +16,7 @@ from test_random_programs import Net, nets
 
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
+from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import is_in_chunks
 from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._kernel_choice import equivalence
@@ -256,7 +257,7 @@ def test_any_region_of_random_programs_computes_what_it_did(net: Net) -> None:
     found: dict[tuple[int, ...], Region] = {}
     for i in program.alive[::3]:
         for v in program.eqns[i].outvars:
-            for d in range(len(v.aval.shape)) if program.inner(v) else ():
+            for d in range(len(shaped(v).shape)) if program.inner(v) else ():
                 region = region_about(program, v, d)
                 if region is not None and region.choices:
                     found.setdefault(tuple(region.rules), region)
