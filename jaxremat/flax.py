@@ -85,7 +85,7 @@ def _of_either(
 
 
 def _linen(
-    target: object,
+    target: Any,
     budget: Held,
     variables: Any,
     rngs: Any,

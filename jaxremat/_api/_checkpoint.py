@@ -26,7 +26,7 @@ from .._plan._divided_functions import Choice, Way, best_way, chosen
 from .._plan._request import DEFAULT, Planning, takes_planning
 from .._plan._residuals import Found, Held, HeldPlan, parse_held, plan_held
 from .._program import _compat
-from .._program._compat import varying_axes
+from .._program._compat import Args, Kwargs, varying_axes
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._function_parts import Division
 from .._runtime._errors import ArgumentError, warn
