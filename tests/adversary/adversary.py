@@ -19,6 +19,7 @@ run that was stopped goes on where it was.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import multiprocessing
@@ -313,9 +314,12 @@ def judge_of(step: Step) -> tuple[Judge, Any]:
     compiled = jax.jit(step.fn, donate_argnums=0).lower(*step.args).compile(OPTIONS)
     referring = any(map(is_reference, jax.tree.leaves(step.args)))
 
-    def evaluated() -> list[Any]:
-        closed = jax.jit(step.fn).trace(*step.args).jaxpr
-        return evaluate(closed, jax.tree.leaves(step.args))
+    @functools.cache
+    def closed() -> jex.ClosedJaxpr:
+        return jax.jit(step.fn).trace(*step.args).jaxpr
+
+    def evaluated(rounding: np.random.Generator | None) -> list[Any]:
+        return evaluate(closed(), jax.tree.leaves(step.args), rounding)
 
     return Judge(compiled, step.args, None if referring else evaluated), compiled
 

@@ -77,13 +77,14 @@ def moved(args: Any, rng: random.Random | None) -> Any:
 class Judge:
     """One step's.
 
-    **Fields:** `plain` compiled; its `args`; `evaluated` gives its results operation by operation; whether `plain`
-    rounds `at_random`, so that it differs from itself where moved inputs give no numbers.
+    **Fields:** `plain` compiled; its `args`; `evaluated` gives its results operation by operation, rounded to the
+    nearest or at random; whether `plain` rounds `at_random`, so that it differs from itself where moved inputs give no
+    numbers.
     """
 
     plain: Callable[..., Any]
     args: tuple[Any, ...]
-    evaluated: Callable[[], list[Any]] | None = None
+    evaluated: Callable[[np.random.Generator | None], list[Any]] | None = None
     at_random: bool = False
     want: list[np.ndarray] = field(init=False)
     others: list[list[np.ndarray]] = field(init=False)
@@ -107,7 +108,10 @@ class Judge:
             self._more = True
             self._move(MORE_AT_RANDOM if self.at_random else MORE_DIRECTIONS, "more")
             if self.evaluated is not None:
-                self.others.append(numbers(self.evaluated()))
+                rounding = np.random.default_rng(0)
+                self.others += [
+                    numbers(self.evaluated(rounding if i else None)) for i in range(MORE_DIRECTIONS)
+                ]
 
     def wrong(self, got: list[np.ndarray]) -> str:
         """What is wrong with results; "" where nothing is."""
