@@ -49,7 +49,7 @@ class Equals:
     scopes: list[int] = field(default_factory=list)
     merged_of: list[int] = field(default_factory=list)
     _rename: dict[Any, Any] = field(default_factory=dict)
-    _seen: dict[Any, int] = field(default_factory=dict)
+    _seen: dict[Any, tuple[int, Sequence[Any]]] = field(default_factory=dict)
     _maker: dict[Any, int] = field(default_factory=dict)
     _joinable: dict[tuple[Any, int], list[int]] = field(
         default_factory=dict
@@ -82,9 +82,10 @@ class Equals:
         if eqn.primitive.name == "name":  # what a checkpoint computes again under `jax_remat3` has no names
             self._alike[eqn.outvars[0]] = self.first(invars[0])
         key = _key(eqn, list(map(self.first, invars))) if pure else None
-        twin = None if key is None else self._seen.get((key, scope))
-        if twin is not None:
-            self._rename.update(zip(eqn.outvars, self.eqns[twin].outvars, strict=True))
+        twin = None
+        if key is not None and (key, scope) in self._seen:
+            twin, results = self._seen[key, scope]
+            self._rename.update(zip(eqn.outvars, results, strict=True))
         elif joins and in_backward:
             twin = self._join(eqn.replace(invars=invars), scope)
         if twin is None:
@@ -100,7 +101,7 @@ class Equals:
                     firsts = self._firsts.setdefault(key, eqn.outvars)
                     self._alike.update(zip(eqn.outvars, firsts, strict=True))
             if key is not None:
-                self._seen[key, scope] = twin
+                self._seen[key, scope] = twin, eqn.outvars  # others may join it, with more results
         self.merged_of.append(twin)
 
     def value(self, atom: Atom) -> Atom:

@@ -55,7 +55,7 @@ from ._domain_edges import (
 )
 
 _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to"})
-_ROUNDINGS = frozenset({"ceil", "floor", "round", "sign"})
+_ROUNDINGS = frozenset({"ceil", "floor", "rem", "round", "sign"})
 _DIFFERENCES = frozenset({"sub", "div"})
 
 _SUMS = frozenset({"add_any", "dot_general", "reduce_sum"})
@@ -134,12 +134,14 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 class Decisions:
     """**Fields:** `compared` for each comparison that holds by construction, or is between two computed numbers, the
     equations that made both sides; `selected` the former ones; `counted` the equations of decisions that end in
-    integers, and of what decisions keep in a domain; `edges` what follows from numbers where a function's domain ends.
+    integers, and of what decisions keep in a domain; `put_together` for each rounding the equations that combine its
+    result with other numbers; `edges` what follows from numbers where a function's domain ends.
     """
 
     compared: dict[int, frozenset[int]]
     selected: frozenset[int]
     counted: frozenset[int]
+    put_together: dict[int, list[int]]
     edges: DomainEdges
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
@@ -149,6 +151,9 @@ class Decisions:
         """
         found = {j for i, shared in self.compared.items() for j in (shared if in_backward[i] else (i,))}
         forward = self.counted | self.edges.once(in_backward)
+        forward |= {
+            i for i, readers in self.put_together.items() if sum(not in_backward[j] for j in readers) > 1
+        }
         return found | {i for i in forward if not in_backward[i]}
 
 
@@ -164,6 +169,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
     maker: dict[Var, int] = {}
     moved: dict[Var, Var] = {}  # by number the one that its entries are all of
+    roundings = _Roundings()
     gaps: dict[int, bool] = {}  # differences of two computed numbers, and whether both are of their shape
     edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
@@ -209,6 +215,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
                 j for j in both if len(eqns[j].outvars) == 1
             )  # two results of one are not the same
         counted.update(maker[v] for v in _read_twice(eqn, numbers, moved) if v in maker)
+        roundings.follow(i, eqn, [v for v in numbers if v not in exact], moved)
         if eqn.primitive.name in MOVES and len(numbers) == 1:
             moved.update(dict.fromkeys(eqn.outvars, moved.get(numbers[0], numbers[0])))
         maker.update(dict.fromkeys(eqn.outvars, i))
@@ -220,7 +227,48 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    return Decisions(compared, frozenset(selected), frozenset(counted), edges)
+    counted.update(roundings.several(), (maker[v] for v in roundings.taken_apart if v in maker))
+    return Decisions(compared, frozenset(selected), frozenset(counted), roundings.put_together, edges)
+
+
+class _Roundings:
+    """What is made of numbers by rounding, and put together again.
+
+    **Fields:** `put_together` as of `Decisions`; `taken_apart` the numbers whose bits are shifted.
+    """
+
+    def __init__(self) -> None:
+        self.put_together: dict[int, list[int]] = {}
+        self.taken_apart: set[Var] = set()
+        self._about: dict[Var, list[int]] = {}  # by number its roundings
+        self._of: dict[
+            Var, frozenset[int]
+        ] = {}  # by variable the roundings that it is a function of, and of no more
+        self._bits: dict[Var, Var] = {}  # by integers the number that they are the bits of
+
+    def follow(self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> None:
+        """Go on with an equation that reads these computed numbers, each an entry of what it was moved from."""
+        name, operands = eqn.primitive.name, _compat.variables(eqn.invars)
+        bits = {self._bits[v] for v in operands if v in self._bits}
+        if name == "bitcast_convert_type" and numbers:
+            bits = set(numbers)
+        if bits and name.startswith("shift_right"):
+            self.taken_apart |= bits
+        elif len(bits) == 1 and not any(is_float(v) for v in eqn.outvars):
+            self._bits.update(dict.fromkeys(eqn.outvars, *bits))
+        to_integer = name == "convert_element_type" and _is_integer(eqn.outvars[0])
+        if numbers and (to_integer or (name in _ROUNDINGS and name != "sign")):
+            self._about.setdefault(moved.get(numbers[0], numbers[0]), []).append(i)
+            self._of.update(dict.fromkeys(eqn.outvars, frozenset({i})))
+        elif len(set(numbers)) == 1 and (is_pointwise(eqn) or name in MOVES) and numbers[0] in self._of:
+            self._of.update(dict.fromkeys(eqn.outvars, self._of[numbers[0]]))
+        elif is_pointwise(eqn):
+            for rounding in {j for v in numbers for j in self._of.get(v, ())}:
+                self.put_together.setdefault(rounding, []).append(i)
+
+    def several(self) -> set[int]:
+        """Return the roundings of numbers that have several."""
+        return {i for about in self._about.values() if len(about) > 1 for i in about}
 
 
 def _asks_for_zero(eqn: JaxprEqn) -> bool:

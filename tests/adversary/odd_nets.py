@@ -182,6 +182,22 @@ def critics(p: Any, x: Array) -> Array:
     return jnp.tanh(chosen + one + other + jnp.abs(one - other)) + y + jax.nn.relu(clipped - y)
 
 
+def cells(p: Any, x: Array) -> Array:
+    """Numbers that are whole but for rounding, taken apart into a cell and a place in it, or sign, size and exponent,
+    and put together again.
+    """
+    y = lax.stop_gradient(_linear(p, x))
+    at = 1.0 + jnp.arange(x.shape[0])[:, None] % 3 + (3 * y - y - 2 * y)
+    exponent = jnp.exp2(jnp.floor(jnp.log2(at)))
+    cell, share = jnp.divmod(at, 1.0)
+    table = jnp.tanh(p["w"])
+    rows = jnp.clip(cell.astype(jnp.int32), 0, table.shape[0] - 2)
+    found = (1 - share) * jnp.take_along_axis(table, rows, 0) + share * jnp.take_along_axis(
+        table, rows + 1, 0
+    )
+    return x * found + jnp.round(64 * at / exponent) / 64 * exponent * jnp.tanh(x) + jnp.ldexp(*jnp.frexp(at))
+
+
 def near(p: Any, x: Array) -> Array:
     """Distances without a guard: their derivatives are largest where rounding alone is left of the difference."""
     y = jnp.tanh(_linear(p, x))
@@ -677,6 +693,7 @@ ODD: dict[str, Part] = DECISIONS | {
     "cancelling": cancelling,
     "masked root": masked_root,
     "distances": distances,
+    "cells": cells,
     "critics": critics,
     "near": near,
     "pivoted": pivoted,

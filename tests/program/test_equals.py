@@ -94,6 +94,12 @@ def test_a_repeated_scan_is_joined() -> None:
     assert counts["scan"] == 1
 
 
+def test_a_scan_that_comes_once_more_is_the_one_that_another_has_joined() -> None:
+    both = repeating(chain, chain_and_more)
+    _, primitives = counted(lambda x, ws: both(x, ws) + chain(x, ws))
+    assert primitives["scan"] == 1
+
+
 def test_carries_that_begin_alike_are_told_apart() -> None:
     _, counts = counted(repeating(two_carries(False), two_carries(True)))
     assert counts["scan"] == 1

@@ -386,6 +386,58 @@ def test_of_two_numbers_that_are_equal_but_for_rounding_one_gets_the_cotangent(
         assert off(draw(rng, found).emit(), seed) < allowed < 1e-3 * np.abs(wanted).max()
 
 
+CELLS = jax.random.normal(jax.random.key(3), (12, 8))
+
+
+def _between_cells(cell: jax.Array, share: jax.Array) -> jax.Array:
+    lower = cell.astype(int)
+    return (1 - share) * jnp.take_along_axis(CELLS, lower, 0) + share * jnp.take_along_axis(
+        CELLS, lower + 1, 0
+    )
+
+
+def _by_remainder(c: jax.Array) -> jax.Array:
+    return _between_cells(jnp.floor(c), c % 1.0)
+
+
+def _by_division(c: jax.Array) -> jax.Array:
+    return _between_cells(*jnp.divmod(c, 1.0))
+
+
+def _by_power_of_two(c: jax.Array) -> jax.Array:
+    exponent = jnp.floor(jnp.log2(c))
+    return jnp.exp2(exponent) * jnp.round(1024 * c / jnp.exp2(exponent)) / 1024
+
+
+def _by_exponent(c: jax.Array) -> jax.Array:
+    return jnp.ldexp(*jnp.frexp(c))
+
+
+@pytest.mark.parametrize("look_up", [_by_remainder, _by_division, _by_power_of_two, _by_exponent])
+def test_parts_of_a_number_are_of_one_run(look_up: Callable[[jax.Array], jax.Array]) -> None:
+    """Numbers that are whole but for rounding: a cell of one run and a place in it of another are a cell apart."""
+    whole, ws = 1 + jnp.arange(16.0)[:, None] % 8, 0.5 * jax.random.normal(jax.random.key(1), (2, 8, 8))
+
+    def loss(scale: jax.Array, ws: jax.Array) -> jax.Array:
+        h = jnp.tanh(jax.random.normal(jax.random.key(0), (16, 8)) * scale)
+        for w in ws:
+            y = jnp.tanh(h @ w)
+            h = h + y * look_up(lax.stop_gradient(whole + (3 * y - y - 2 * y)))
+        return (h**2).sum()
+
+    args = (jnp.ones(8), ws)
+    found = trace(jax.jit(jax.grad(loss)), args, {})
+    wanted = evaluate(found.source.closed, args)[0]
+
+    def off(closed: Any, seed: int) -> float:
+        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
+
+    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
+    rng = random.Random(0)
+    for seed in range(30):
+        assert off(draw(rng, found).emit(), seed) < allowed < 1e-3 * np.abs(wanted).max()
+
+
 def smooth_in_roots(w: jax.Array, x: jax.Array) -> jax.Array:
     """Matern's kernel of distances: what is left of its derivative is as small as the root's is large."""
     y = jnp.tanh(x @ w)
