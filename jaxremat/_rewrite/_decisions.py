@@ -219,7 +219,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         if eqn.primitive.name in MOVES and len(numbers) == 1:
             moved.update(dict.fromkeys(eqn.outvars, moved.get(numbers[0], numbers[0])))
         maker.update(dict.fromkeys(eqn.outvars, i))
-        if rounded and _is_ambiguous(eqn):
+        if rounded and (_is_ambiguous(eqn) or _decides_within(eqn)):
             counted.add(i)
         through.append(result)
         origins.update(dict.fromkeys(eqn.outvars, result))
@@ -241,9 +241,10 @@ class _Roundings:
         self.put_together: dict[int, list[int]] = {}
         self.taken_apart: set[Var] = set()
         self._about: dict[Var, list[int]] = {}  # by number its roundings
-        self._of: dict[
-            Var, frozenset[int]
-        ] = {}  # by variable the roundings that it is a function of, and of no more
+        self._of: dict[Var, frozenset[int]] = {}  # by variable the roundings that it alone is a function of
+        self._short: dict[Var, tuple[int, Var]] = {}  # by variable what made it of a number with more digits
+        self._sums: dict[Var, Sequence[Var]] = {}  # by sum or difference what it is of
+        self._left: set[int] = set()  # what numbers are rounded to that they are taken from
         self._bits: dict[Var, Var] = {}  # by integers the number that they are the bits of
 
     def follow(self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> None:
@@ -256,6 +257,7 @@ class _Roundings:
             self.taken_apart |= bits
         elif len(bits) == 1 and not any(is_float(v) for v in eqn.outvars):
             self._bits.update(dict.fromkeys(eqn.outvars, *bits))
+        self._follow_what_is_left(i, eqn, numbers, moved)
         to_integer = name == "convert_element_type" and _is_integer(eqn.outvars[0])
         if numbers and (to_integer or (name in _ROUNDINGS and name != "sign")):
             self._about.setdefault(moved.get(numbers[0], numbers[0]), []).append(i)
@@ -266,9 +268,36 @@ class _Roundings:
             for rounding in {j for v in numbers for j in self._of.get(v, ())}:
                 self.put_together.setdefault(rounding, []).append(i)
 
+    def _follow_what_is_left(
+        self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]
+    ) -> None:
+        """Go on with an equation, for numbers that are taken from what they are rounded to."""
+        if not (numbers and eqn.outvars):
+            return
+        name, made = eqn.primitive.name, eqn.outvars[0]
+        if name == "reduce_precision" or _shortens(eqn):
+            self._short[made] = (i, moved.get(numbers[0], numbers[0]))
+        elif name in MOVES and len(numbers) == 1 and numbers[0] in self._short:
+            self._short[made] = self._short[numbers[0]]
+        elif name in ("add", "sub") and len(numbers) == 2:
+            for one, other in permutations(numbers) if name == "sub" else ():
+                rounding, number = self._short.get(one, (i, None))
+                if moved.get(other, other) is number:
+                    self._left.add(rounding)
+                if other in self._sums.get(one, ()):
+                    self._left.add(i)
+            self._sums[made] = numbers
+
     def several(self) -> set[int]:
-        """Return the roundings of numbers that have several."""
-        return {i for about in self._about.values() if len(about) > 1 for i in about}
+        """Return the roundings of numbers that have several, or are taken from what they are rounded to."""
+        return self._left | {i for about in self._about.values() if len(about) > 1 for i in about}
+
+
+def _shortens(eqn: JaxprEqn) -> bool:
+    """Return whether an equation makes numbers of fewer bits of numbers."""
+    if eqn.primitive.name != "convert_element_type" or not is_float(eqn.outvars[0]):
+        return False
+    return aval_nbytes(eqn.outvars[0].aval) < aval_nbytes(eqn.invars[0].aval)
 
 
 def _asks_for_zero(eqn: JaxprEqn) -> bool:
@@ -289,6 +318,17 @@ def _read_twice(eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var])
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
     """Return whether an equation, or one of its bodies', has several right results."""
     return any(each.primitive.name in _AMBIGUOUS for each in (eqn, *inner_eqns(eqn)))
+
+
+def _decides_within(eqn: JaxprEqn) -> bool:
+    """Return whether an equation has several results, which may depend on decisions in its bodies."""
+    return len(eqn.outvars) > 1 and any(map(_has_decisions, inner_jaxprs(eqn)))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_decisions(body: Jaxpr) -> bool:
+    """Return whether a body has equations of which two runs do not go together."""
+    return bool(decisions(body.eqns).once([False] * len(body.eqns)))
 
 
 def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> set[int]:

@@ -195,7 +195,10 @@ def cells(p: Any, x: Array) -> Array:
     found = (1 - share) * jnp.take_along_axis(table, rows, 0) + share * jnp.take_along_axis(
         table, rows + 1, 0
     )
-    return x * found + jnp.round(64 * at / exponent) / 64 * exponent * jnp.tanh(x) + jnp.ldexp(*jnp.frexp(at))
+    scaled = 4097.0 * at
+    high = scaled - (scaled - at)
+    sine = jnp.sin(high) * jnp.cos(at - high) + jnp.cos(high) * jnp.sin(at - high)
+    return x * found + jnp.round(64 * at / exponent) / 64 * exponent * sine + jnp.ldexp(*jnp.frexp(at)) * x
 
 
 def near(p: Any, x: Array) -> Array:

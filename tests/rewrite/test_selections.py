@@ -413,7 +413,32 @@ def _by_exponent(c: jax.Array) -> jax.Array:
     return jnp.ldexp(*jnp.frexp(c))
 
 
-@pytest.mark.parametrize("look_up", [_by_remainder, _by_division, _by_power_of_two, _by_exponent])
+def _by_short_numbers(c: jax.Array) -> jax.Array:
+    """As products in higher precision are made of short ones; numbers of one are between two short ones."""
+    c = c + 2.0**-8
+    high = c.astype(jnp.bfloat16).astype(jnp.float32)
+    low = c - high
+    return jnp.sin(high) * jnp.cos(low) + jnp.cos(high) * jnp.sin(low)
+
+
+def _by_what_a_sum_loses(c: jax.Array) -> jax.Array:
+    scaled = 4097.0 * c
+    high = scaled - (scaled - c)
+    low = c - high
+    return jnp.sin(high) * jnp.cos(low) + jnp.cos(high) * jnp.sin(low)
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        _by_remainder,
+        _by_division,
+        _by_power_of_two,
+        _by_exponent,
+        _by_short_numbers,
+        _by_what_a_sum_loses,
+    ],
+)
 def test_parts_of_a_number_are_of_one_run(look_up: Callable[[jax.Array], jax.Array]) -> None:
     """Numbers that are whole but for rounding: a cell of one run and a place in it of another are a cell apart."""
     whole, ws = 1 + jnp.arange(16.0)[:, None] % 8, 0.5 * jax.random.normal(jax.random.key(1), (2, 8, 8))
