@@ -10,7 +10,7 @@ from forms import of_chunks
 from graphs import UNIT, chain
 from test_host_copies import layers
 
-from jaxremat import Graph, Milp, Schedule, Solution, Solver, close_over_dependencies, simulate
+from jaxremat import Graph, Milp, SaveAll, Schedule, Solution, Solver, close_over_dependencies, simulate
 from jaxremat._model._loop_levels import Loops
 from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._stages import uncut
@@ -730,3 +730,21 @@ def test_scores_of_long_sequences_hide_no_logits(
     source = CandidateSource(Space(graph, able, made), Milp(), 10.0, temporaries * UNIT)
     source.make_lowest(1.0)
     assert {each.form for each in source.made} == {PLAIN, without, *([both] if deeper else [])}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_schedules_of_many_times_the_least_memory_are_not_compiled(apart: bool) -> None:
+    """However large the plain step is: scores of long sequences are hundreds of times all else."""
+    large, small = chain(80), replace(chain(2 if apart else 60), form=of_chunks(4))
+    compiled_forms = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        compiled_forms.append(graph.form)
+        trial = a_trial(graph, set(solution.schedule.saved), 0.1)
+        return replace(trial, solution=solution, fence=fence)
+
+    search = searching(large, SaveAll(), compiled, 10**6 * UNIT)
+    search.source.made = [large, small]
+    search.ledger.of_least = (SaveAll(),)
+    assert search.lowest().graph.form == small.form
+    assert (PLAIN in compiled_forms) != apart
