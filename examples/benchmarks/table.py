@@ -26,6 +26,7 @@ from examples.benchmarks import (
     reversible,
     runner,
     sharded,
+    splitting,
     step_table,
 )
 from examples.benchmarks.monet_table import AT_BLOCK, monet_findings
@@ -253,7 +254,7 @@ def everything(results: Path) -> str:
         *map(llama_70b.markdown, of("llama")),
         *(["### Models of 8B and 70B on one H100"] if of("lora") else []),
         *map(llama_lora.markdown, of("lora")),
-        *(told(each.BENCHMARK) for each in (host_memory, residuals, reversible)),
+        *(told(each.BENCHMARK) for each in (host_memory, residuals, reversible, splitting)),
         *map(jax_remat_tests.markdown, of("jax_remat_tests")),
         *(told(each.BENCHMARK) for each in (joint, ablation)),
     ]

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._loop_levels import deep
-from .._model._schedule import Schedule
+from .._model._schedule import Schedule, save_all
 from .._model._simulate import extra_seconds, simulate
 from .._model._sites import Variants
 from .._model._stages import cuttings
@@ -39,6 +39,10 @@ EXACTLY, INEXACTLY, HOST = range(3)
 LEAST_SLACK = 0.02
 """About the least memory is what is within this share of the plain step's temporaries: the least itself may cost
 several times the step."""
+
+LARGE_SLACK = 0.25
+"""Unless that is more than such a share of what a variant that was made needs without dropping anything: then it is
+within `LEAST_SLACK` of that."""
 
 TIME_SHARE = 0.25
 """Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
@@ -196,13 +200,19 @@ class CandidateSource:
 
         def make(among: list[Variant]) -> list[Variant]:
             """Make the one, and return those with rows in chunks inside of it."""
+            slack = LEAST_SLACK * self.temporaries_nbytes
             while among:  # what cannot be made leaves the turn to the next
-                enough = max(of(each).fewer_nbytes for each in among) - LEAST_SLACK * self.temporaries_nbytes
+                enough = max(of(each).fewer_nbytes for each in among) - slack
                 lowest = next(each for each in among if of(each).fewer_nbytes >= enough)
-                if lowest in made or self.make(lowest):
-                    made.append(lowest)
+                if lowest not in made and not self.make(lowest):
+                    among.remove(lowest)
+                    continue
+                made.append(lowest)
+                left = self._temporaries_nbytes(lowest)
+                if of(lowest).whole or slack <= LARGE_SLACK * left:
                     return [e for e in self.variants.inside(lowest) if of(e).more_seconds <= most_seconds]
-                among.remove(lowest)
+                # Long sequences' scores are many times all else, of which a share of them would hide what is large.
+                slack = LEAST_SLACK * left
             return []
 
         for among in ([*shallow], exact, [each for each in parts if each not in exact]):
@@ -211,6 +221,11 @@ class CandidateSource:
         cheaper = (each for each in able if (of(each).whole or each in shallow) and each not in made)
         self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
         self.passed, self.left = [], {False: [], True: []}
+
+    def _temporaries_nbytes(self, variant: Variant) -> int:
+        """Return what a variant that was made needs besides arguments, if it drops nothing."""
+        graph = next(cut for cut in self.made if cut.form == variant)
+        return simulate(graph, save_all(graph)).peak_nbytes - graph.base_nbytes
 
     def make_shallower(self) -> list[Graph]:
         """Add the graphs of the deepest variant in microbatches, or without levels, that is left, and return them:

@@ -54,6 +54,10 @@ UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
 step's temporaries: the model would have to err by that much more on the least of them than on these."""
 
+MANY_TIMES = 4
+"""Nor where they need more by so many times the temporaries of the least: of long sequences, whose scores are most of
+the plain step, half of the compilations were of schedules that need ten times the least memory."""
+
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
 and what misses the budget by no more has further rounds: the solver needs to drop only one more value or two."""
@@ -417,7 +421,9 @@ class Search:
                 cheap = [each for each in known if extra_seconds(each[0], each[1].schedule) <= most]
                 known = cheap or ([] if self.ledger.compiled else known)
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
-            likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
+            lowest = min(peaks, default=0)
+            beside = max(lowest - self.graph.base_nbytes, 0)
+            likely = lowest + min(UNLIKELY * self.temporaries_nbytes, MANY_TIMES * beside)
             beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
             may_fit = [budget is not None and peak + beyond <= budget for peak in peaks]
             order = sorted(range(len(known)), key=lambda i: not may_fit[i] if budget else peaks[i])

@@ -10,12 +10,12 @@ from forms import of_chunks
 from graphs import UNIT, chain
 from test_host_copies import layers
 
-from jaxremat import Graph, Milp, Schedule, Solution, Solver, close_over_dependencies, simulate
+from jaxremat import Graph, Milp, SaveAll, Schedule, Solution, Solver, close_over_dependencies, simulate
 from jaxremat._model._loop_levels import Loops
 from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._stages import uncut
-from jaxremat._model._variant import COPIES, INSIDE, PLAIN, ROWS, Choice, Estimate, Variant
-from jaxremat._plan._candidates import Candidate, cheapest, next_allowance
+from jaxremat._model._variant import ATTENTION, COPIES, INSIDE, PLAIN, ROWS, Choice, Estimate, Variant
+from jaxremat._plan._candidates import Candidate, CandidateSource, cheapest, next_allowance
 from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
 from jaxremat._plan._search import MORE_ROUNDS, Search
@@ -712,3 +712,39 @@ def test_between_a_slow_plan_and_one_that_nearly_fits_the_search_goes_on() -> No
     assert trial is not None and trial.peak_nbytes <= budget
     assert trial.compiled_overhead == 0.1
     assert trial.solution.schedule.saved < search.ledger.compiled[0].solution.schedule.saved
+
+
+@pytest.mark.parametrize("temporaries, scores, logits, deeper", [(1000, 990, 8, True), (10, 5, 0.1, False)])
+def test_scores_of_long_sequences_hide_no_logits(
+    temporaries: int, scores: int, logits: float, deeper: bool
+) -> None:
+    """About the least memory is what is within a share of what the plain step needs, unless that is a large part of
+    what is left: attention's scores of long sequences are hundreds of times all else.
+    """
+    graph = chain(4)
+    attention = Sites(ATTENTION, {(0, (2,)): Estimate(scores * UNIT, 0.0)})
+    rows = Sites(ROWS, {(0, (8,)): Estimate(int(logits * UNIT), 0.1)})
+    able = Variants(NONE.loops, (attention, rows))
+    without, both = able.deepest()
+    made = {variant: replace(graph, form=variant) for variant in (without, both)}
+    source = CandidateSource(Space(graph, able, made), Milp(), 10.0, temporaries * UNIT)
+    source.make_lowest(1.0)
+    assert {each.form for each in source.made} == {PLAIN, without, *([both] if deeper else [])}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_schedules_of_many_times_the_least_memory_are_not_compiled(apart: bool) -> None:
+    """However large the plain step is: scores of long sequences are hundreds of times all else."""
+    large, small = chain(80), replace(chain(2 if apart else 60), form=of_chunks(4))
+    compiled_forms = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        compiled_forms.append(graph.form)
+        trial = a_trial(graph, set(solution.schedule.saved), 0.1)
+        return replace(trial, solution=solution, fence=fence)
+
+    search = searching(large, SaveAll(), compiled, 10**6 * UNIT)
+    search.source.made = [large, small]
+    search.ledger.of_least = (SaveAll(),)
+    assert search.lowest().graph.form == small.form
+    assert (PLAIN in compiled_forms) != apart
