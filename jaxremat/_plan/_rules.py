@@ -112,11 +112,17 @@ def _loops(step: PlainStep) -> Loops:
 def _rows(step: PlainStep) -> Estimates:
     """Return rows, and most of the step, in chunks."""
     return {
-        (site, (chunks,)): _chunked(step, region, chunks)
+        (site, (chunks,)): _chunked(step, region, chunks)._replace(divided=_divided(step, site, chunks))
         for site, region in enumerate(step.traced.sites.regions)
         if ("microbatches" if region.whole else "rows") in step.allow and step.without_pins(region)
         for chunks in region.choices
     }
+
+
+def _divided(step: PlainStep, site: int, chunks: int) -> tuple[tuple[int, int], ...]:
+    """Return the values with rows of a region outside of loops."""
+    nodes = step.graph.nodes
+    return tuple((nodes[i].outputs[k], chunks) for i, k, _ in step.traced.row_places[site])
 
 
 def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
@@ -176,12 +182,15 @@ def _attention(step: PlainStep) -> Estimates:
         able = kernels_work([*found, *(site for site, _, _ in within)], step.here)
     how = 2 if able else 1
     fewer, more = 0, 0.0
+    gone: list[tuple[int, int]] = []
     for site in found:
         loop = traced.loop_of[site.at]
         length, trips = graph.loop_lengths[loop] if loop >= 0 else 1, trips_of[site.at]
         pattern = places[site.pattern].part(site.pattern) if places is not None else site.pattern
-        values = (graph.values[v] for i in site.forward for v in graph.nodes[i].outputs)
-        large = (v.nbytes for v in values if v.materialised and v.nbytes >= pattern.scores_nbytes)
+        made = (graph.values[v] for i in site.forward | site.backward for v in graph.nodes[i].outputs)
+        scores = [v for v in made if v.nbytes >= pattern.scores_nbytes]
+        gone += ((v.id, 0) for v in scores if v.producer != site.at)
+        large = (v.nbytes for v in scores if v.materialised and v.producer in site.forward)
         fewer += length * max(sum(large), pattern.scores_nbytes)
         once, back = (
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
@@ -196,7 +205,7 @@ def _attention(step: PlainStep) -> Estimates:
         if how > 1:
             once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_fusion_root(eqns[i]))
             more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
-    return {(0, (how,)): Estimate(fewer, more)}
+    return {(0, (how,)): Estimate(fewer, more, divided=() if within else tuple(gone))}
 
 
 def _trips_of(traced: Traced, graph: Graph) -> list[int]:
