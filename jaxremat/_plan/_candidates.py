@@ -41,8 +41,12 @@ LEAST_SLACK = 0.02
 several times the step."""
 
 SKETCHED = 4
-"""A minimum cut within a budget recomputes up to so many times what the integer program does: 0.084 of the step where
-that finds 0.011, in a sketch of GPT of 4 layers within a third of its temporaries with its loss in 8 chunks."""
+"""A minimum cut within a budget recomputes up to so many times what the integer program does: 0.18 of the step where
+that finds 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4 chunks."""
+
+SKETCH_SLACK = 0.05
+"""A sketch may need so much more than the variant, as a share of the plain step's temporaries: with its loss in 2
+chunks that GPT fits a fifth of them, and its sketch needs 3 % more."""
 
 TIME_SHARE = 0.25
 """Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
@@ -83,8 +87,8 @@ class CandidateSource:
     far; the variants `left`, by whether they change numbers, those of most of the step by themselves, whose graphs
     take longest to make; those that were looked at for what splitting a loop would gain (`looked_at`, with host memory
     that they had); `plain_nbytes` the least that the plain step needs, once it does not fit; variants in fewer
-    microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; what `sketched` variants
-    take longer than the plain step within a budget, None where they exceed it.
+    microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; by variant and room in
+    bytes whether what was `sketched` fits, and what it costs.
     """
 
     space: Space
@@ -186,27 +190,32 @@ class CandidateSource:
         )
 
     def _may_win(self, variant: Variant, seconds: float | None, budget: int) -> bool:
-        more = self.graph.extra_seconds + self.variants.estimate(variant).more_seconds
-        if seconds is not None and seconds <= more:
+        estimate = self.variants.estimate(variant)
+        if seconds is None:
+            sketch = self._sketch(variant, budget)
+            return sketch is None or sketch[0]
+        worthwhile = seconds - self.graph.extra_seconds - estimate.more_seconds
+        worthwhile -= CHEAP / 2 * self.graph.step_seconds
+        if worthwhile < 0:
             return False
-        key = variant, budget
-        if key not in self.sketched:
-            self.sketched[key] = self._sketch(variant, budget)
-        if (sketch := self.sketched[key]) is None:
-            return True
-        fits, extra = sketch
-        return fits if seconds is None else more + extra / SKETCHED < seconds
+        # A sketch leaves out the sums that microbatches keep, but has whole what rows in chunks hand on.
+        room = budget + int((not estimate.whole) * SKETCH_SLACK * self.temporaries_nbytes)
+        sketch = self._sketch(variant, room)
+        return sketch is None or sketch[1] <= SKETCHED * worthwhile
 
-    def _sketch(self, variant: Variant, budget: int) -> tuple[bool, float] | None:
+    def _sketch(self, variant: Variant, room: int) -> tuple[bool, float] | None:
         """Return whether a sketch of a variant's graph fits, and what its values cost then; None where there is none:
         what host memory is worth, no sketch says.
         """
-        sketch = None if self.graph.host is not None else self.variants.sketch(self.graph, variant)
-        if sketch is None:
-            return None
-        schedule = MinCut().solve(sketch, budget, time_limit=self.time_limit).schedule
-        profile = simulate(sketch, schedule)
-        return profile.peak_nbytes <= budget, profile.extra_seconds - sketch.extra_seconds
+        if (variant, room) not in self.sketched:
+            sketch = None if self.graph.host is not None else self.variants.sketch(self.graph, variant)
+            found = None
+            if sketch is not None:
+                schedule = MinCut().solve(sketch, room, time_limit=self.time_limit).schedule
+                profile = simulate(sketch, schedule)
+                found = profile.peak_nbytes <= room, profile.extra_seconds - sketch.extra_seconds
+            self.sketched[variant, room] = found
+        return self.sketched[variant, room]
 
     @mechanism("loops in parts", off=lambda *_: [])
     def split_loop(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
