@@ -44,9 +44,9 @@ SKETCHED = 4
 """A minimum cut within a budget recomputes up to so many times what the integer program does: 0.18 of the step where
 that finds 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4 chunks."""
 
-SKETCH_SLACK = 0.05
+SKETCH_SLACK = 0.1
 """A sketch may need so much more than the variant, as a share of the plain step's temporaries: with its loss in 2
-chunks that GPT fits a fifth of them, and its sketch needs 3 % more."""
+chunks that GPT fits a fifth of them, and its sketch needs 5 % more."""
 
 TIME_SHARE = 0.25
 """Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
