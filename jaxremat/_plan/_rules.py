@@ -111,18 +111,14 @@ def _loops(step: PlainStep) -> Loops:
 
 def _rows(step: PlainStep) -> Estimates:
     """Return rows, and most of the step, in chunks."""
+    nodes, places = step.graph.nodes, step.traced.row_places
+    with_rows = [[nodes[i].outputs[k] for i, k, _ in of] for of in places]  # none of regions in loops
     return {
-        (site, (chunks,)): _chunked(step, region, chunks)._replace(divided=_divided(step, site, chunks))
+        (site, (n,)): _chunked(step, region, n)._replace(divided=tuple((v, n) for v in with_rows[site]))
         for site, region in enumerate(step.traced.sites.regions)
         if ("microbatches" if region.whole else "rows") in step.allow and step.without_pins(region)
-        for chunks in region.choices
+        for n in region.choices
     }
-
-
-def _divided(step: PlainStep, site: int, chunks: int) -> tuple[tuple[int, int], ...]:
-    """Return the values with rows of a region outside of loops."""
-    nodes = step.graph.nodes
-    return tuple((nodes[i].outputs[k], chunks) for i, k, _ in step.traced.row_places[site])
 
 
 def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
