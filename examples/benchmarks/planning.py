@@ -220,8 +220,8 @@ def _of_platform(record: Record) -> str:
 
 
 LEGEND = """\
-CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. Rows marked *before* are of
-the version that made a graph of every form that its estimate did not rule out.\
+CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. Rows marked *before* are
+of the version that made a graph of every form that its estimate did not rule out.\
 """
 
 NETWORKS = (DEMO, *NAMES, *KINDS, *VARIANTS)

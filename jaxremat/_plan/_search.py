@@ -35,8 +35,7 @@ from ._candidates import (
 from ._ledger import CompiledCandidate, Ledger
 
 HOPE = 1.25
-"""Where compiled kernels say what a plan costs, a candidate that was not compiled yet is tried if the model expects it
-to cost at most this much of the best plan's.
+"""A candidate that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's.
 Chosen, not measured: above 1 because the model errs, and small because each try is a compilation."""
 
 MORE_ROUNDS = 2
@@ -350,12 +349,9 @@ class Search:
         if best is None:
             return True
         seconds = candidate.order[1]
-        enough = CHEAP / 2 * self.graph.step_seconds
         if not candidate.compiled and best.seconds > 0 and candidate.graph.host is None:
-            if self.graph.backend.fuses_reductions:
-                return seconds <= HOPE * best.seconds
-            return seconds <= best.seconds - enough  # where kernels count, they only make a plan dearer
-        return candidate.gain(seconds, best) >= enough
+            return seconds <= HOPE * best.seconds
+        return candidate.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
 
     def _worth_more(self, candidate: Candidate, best: CompiledCandidate | None, share: float) -> bool:
         """Return whether a candidate's pending solution is worth more compilations than are asked for: it promises to

@@ -108,16 +108,6 @@ def test_where_the_model_decides_kernels_far_dearer_are_believed(compiled: float
     assert trial.seconds == pytest.approx(believed * graph.step_seconds)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_where_the_model_decides_nothing_is_compiled_that_it_says_to_be_slower(platform: str) -> None:
-    graph = replace(chain(6), platform=platform)
-    search = searching(graph, Milp(), compiled_dearly)
-    best = a_trial(graph, set(graph.residuals[:4]), 0.1)
-    slower, faster = (Candidate(graph, order=(0.0, share * best.seconds)) for share in (1.1, 0.9))
-    assert search._promises(slower, best) == (platform == "gpu")
-    assert search._promises(faster, best)
-
-
 class Prefixes:
     """Saves as many of the first residuals as the allowance has room for."""
 
