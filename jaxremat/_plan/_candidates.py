@@ -1,7 +1,8 @@
 """Variants of a step -> the `Candidate`s that compete: each is a graph of a variant, cut into stages.
 
 A deeper variant is made when no other promises to fit for less than running the forward passes that it repeats, one
-with a loop in parts where that promises to save a good deal of the time.
+with a loop in parts where that promises to save a good deal of the time. Where it is known which values a variant has
+in parts, a sketch (the plain graph with these values small) says first whether it is worth a graph of its own.
 """
 
 from collections.abc import Sequence
