@@ -56,7 +56,7 @@ def within(variant: Variant) -> Iterator[dict[str, Any]]:
         begin(source)
         if variant:
             source.made = source.make(variant)
-        source.left = {False: [], True: []}
+        source.end()
 
     with switched_off("loops in parts"), patch.object(CandidateSource, "__post_init__", begin_with):
         yield {}

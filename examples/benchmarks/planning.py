@@ -197,7 +197,7 @@ def _of_platform(record: Record) -> str:
     header += ("compilations", "from the cache", "solves", "memory")
     lines = []
     for key, row in record["rows"].items():
-        name, share = key.split(" | ")
+        name, share, *before = key.split(" | ")
         made, again = row["planned"], row.get("again", {})
         seconds = [
             shown(each, field, lambda seconds: f"{seconds:.1f} s")
@@ -213,13 +213,15 @@ def _of_platform(record: Record) -> str:
         ]
         within = share if share.isalpha() else f"{float(share):.0%}"
         memory = format_nbytes(made["peak_process_nbytes"])
+        within = ", ".join((within, *before))
         lines.append((name, within, *seconds, *counts, str(made["solves"]), memory))
     title = f"### What planning costs, {record['environment']['platform']}"
     return "\n\n".join([title, LEGEND, grid(header, lines)])
 
 
 LEGEND = """\
-CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first.\
+CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. Rows marked *before* are
+of the version that made a graph of every form that its estimate did not rule out.\
 """
 
 NETWORKS = (DEMO, *NAMES, *KINDS, *VARIANTS)

@@ -32,8 +32,6 @@ from .._program._primitives import (
     is_repeatable,
     reads_memory,
 )
-from .._rewrite._backward_equations import backward_equations
-from .._rewrite._decisions import decisions
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._sinking import sunk_values
@@ -99,8 +97,7 @@ def lower(
     nodes: list[Node] = []
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses_reductions = backend(device.platform).fuses_reductions
-    in_backward = backward_equations(jaxpr.eqns, traced.loop_of, traced.loops)
-    decided = decisions(jaxpr.eqns)
+    in_backward, decided = traced.in_backward, traced.decisions
     # What is behind the first backward pass reads recomputed values, of a second loss too.
     begun = list(accumulate(in_backward, operator.or_))
     once = decided.once(in_backward) | decided.once(begun)

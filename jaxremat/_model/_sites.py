@@ -5,8 +5,10 @@ which it may split as it likes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
+from ._graph import Graph
 from ._loop_levels import Loops
 from ._variant import INSIDE, PLAIN, Choice, Estimate, Variant
 
@@ -115,6 +117,22 @@ class Variants:
             if choice.rule == INSIDE:
                 found = found.plus(self._inside(variant).estimate(choice))
         return found
+
+    def sketch(self, plain: Graph, variant: Variant) -> Graph | None:
+        """Return the plain graph with the values that a variant has in parts as small as those: what is left to be
+        saved or recomputed, without what the variant itself takes longer. None where it is not known which they are.
+        """
+        chosen = [
+            (sites, choice) for choice in variant.choices for sites in self.sites if sites.rule == choice.rule
+        ]
+        divided = [sites.estimate(choice).divided for sites, choice in chosen]
+        if len(chosen) < len(variant.choices) or not all(divided):
+            return None
+        values = [*plain.values]
+        for v, parts in chain.from_iterable(divided):
+            if not values[v].is_output:
+                values[v] = replace(values[v], nbytes=values[v].nbytes // parts if parts else 0)
+        return replace(plain, values=tuple(values))
 
     def inside(self, variant: Variant) -> list[Variant]:
         """Return a variant with most of the step in chunks, and with some of what these do in chunks of its own.

@@ -37,12 +37,14 @@ class Estimate(NamedTuple):
     """What a choice or a variant is worth, compared with the step as written, where of a loop only carries are saved.
 
     **Fields:** `fewer_nbytes` in memory at once; `more_seconds` of what runs again, is copied or launched; `whole`
-    whether most of the step is done so, its loops within.
+    whether most of the step is done so, its loops within; `divided` the values of the plain graph that are in memory
+    in so many parts, one at a time, or not at all (0), () where that is not known.
     """
 
     fewer_nbytes: int = 0
     more_seconds: float = 0.0
     whole: bool = False
+    divided: tuple[tuple[int, int], ...] = ()
 
     def plus(self, other: "Estimate") -> "Estimate":
         """Return the estimate of both together."""
@@ -50,6 +52,7 @@ class Estimate(NamedTuple):
             self.fewer_nbytes + other.fewer_nbytes,
             self.more_seconds + other.more_seconds,
             self.whole or other.whole,
+            self.divided + other.divided,
         )
 
 
@@ -78,6 +81,11 @@ class Variant:
     def unnamed(cls, settings: tuple[tuple[int, ...], ...]) -> Self:
         """Return one of which only the settings of all sites are known, in a row, as plans of format 2 have them."""
         return cls.of_rule(_UNNAMED, dict(enumerate(settings)))
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the rules of all choices are known, see `unnamed`."""
+        return all(choice.rule != _UNNAMED for choice in self.choices)
 
     def named(self, loops: int, regions: int) -> Self:
         """Return the same, where it is such a one, of a step with so many pairs of loops and regions of rows."""

@@ -1,13 +1,14 @@
 """Variants of a step -> the `Candidate`s that compete: each is a graph of a variant, cut into stages.
 
 A deeper variant is made when no other promises to fit for less than running the forward passes that it repeats, one
-with a loop in parts where that promises to save a good deal of the time.
+with a loop in parts where that promises to save a good deal of the time. Where it is known which values a variant has
+in parts, a sketch (the plain graph with these values small) says first whether it is worth a graph of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from math import ceil
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from .._model._schedule import Schedule, save_all
 from .._model._simulate import extra_seconds, simulate
 from .._model._sites import Variants
 from .._model._stages import cuttings
-from .._model._variant import Variant
+from .._model._variant import ROWS, Variant
 from .._runtime._mechanisms import mechanism
 from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver
@@ -43,6 +44,14 @@ several times the step."""
 LARGE_SLACK = 0.25
 """Unless that is more than such a share of what a variant that was made needs without dropping anything: then it is
 within `LEAST_SLACK` of that."""
+
+SKETCHED = 4
+"""A minimum cut within a budget recomputes up to so many times what the integer program does: 0.18 of the step where
+that finds 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4 chunks."""
+
+SKETCH_SLACK = 0.1
+"""A sketch may need so much more than the variant, as a share of the plain step's temporaries: with its loss in 2
+chunks that GPT fits a fifth of them, and its sketch needs 5 % more."""
 
 TIME_SHARE = 0.25
 """Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
@@ -80,28 +89,34 @@ class CandidateSource:
     """Makes the candidates of a search, variant after variant.
 
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
-    far; the variants `left`, by whether they change numbers, and those that were `passed` over; those that were looked
-    at for what splitting a loop would gain (`looked_at`, with host memory that they had); `plain_nbytes` the
-    least that the plain step needs, once it does not fit; variants in fewer microbatches, or rows in fewer chunks, than
-    those of least memory, the `shallower` ones.
+    far; the variants `left`, by whether they change numbers, those of most of the step by themselves, whose graphs
+    take longest to make; those that were looked at for what splitting a loop would gain (`looked_at`, with host memory
+    that they had); `plain_nbytes` the least that the plain step needs, once it does not fit; variants in fewer
+    microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; by variant and room in
+    bytes whether what was `sketched` fits, and what it costs.
     """
 
     space: Space
     solver: Solver
     time_limit: float
     temporaries_nbytes: int
-    passed: list[Variant] = field(default_factory=list)
     looked_at: set[tuple[Variant, HostMemory | None]] = field(default_factory=set)
     plain_nbytes: int = 0
     shallower: list[Variant] = field(default_factory=list)
+    sketched: dict[tuple[Variant, int], tuple[bool, float] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph, self.variants = self.space.plain, self.space.variants
         self.made = _with_and_without_host(self.graph)
-        self.left: dict[bool, list[Variant]] = {
-            False: [*self.variants.exact()],
-            True: [*self.variants.inexact()],
+        exact, of = self.variants.exact(), self.variants.estimate
+        parts, whole = ([each for each in exact if of(each).whole == most] for most in (False, True))
+        self.left: dict[bool, tuple[list[Variant], ...]] = {
+            False: (parts, whole),
+            True: ([*self.variants.inexact()],),
         }
+        self.deepest = {False: exact[-1:], True: tuple(self.left[True][0][-1:])}
+        # What rows in microbatches may do besides, see `_promises`.
+        self.rows = [each for each in parts if {choice.rule for choice in each.choices} == {ROWS}]
 
     def turn(self, graph: Graph) -> int:
         """Return when a graph is looked at: those of exact variants first, then those of others, and those with the
@@ -113,7 +128,7 @@ class CandidateSource:
     @property
     def turns(self) -> list[int]:
         """The turns in which there is something to look at."""
-        return sorted({*map(self.turn, self.made), *([INEXACTLY] if self.left[True] else [])})
+        return sorted({*map(self.turn, self.made), *([INEXACTLY] if self.left[True][0] else [])})
 
     @property
     def free_seconds(self) -> float:
@@ -126,14 +141,10 @@ class CandidateSource:
         return self.free_seconds + CHEAP * self.graph.step_seconds
 
     def make(self, variant: Variant) -> list[Graph]:
-        """Add the graphs of a variant, if it can be made, and return them; the shallower ones are passed over."""
-        for left in self.left.values():
+        """Add the graphs of a variant, if it can be made, and return them."""
+        for left in chain(*self.left.values()):
             if variant in left:
-                at = left.index(variant)
-                self.passed += left[:at]
-                del left[: at + 1]
-        if variant in self.passed:
-            self.passed.remove(variant)
+                left.remove(variant)
         graph = self.space.of(variant)
         self.made += (made := _with_and_without_host(graph) if graph else [])
         if graph is not None:
@@ -142,7 +153,7 @@ class CandidateSource:
 
     def _look_inside(self, variant: Variant) -> None:
         """Add what may be done besides in most of the step in chunks, behind all that is cheaper."""
-        left = self.left[False]
+        left = self.left[False][-1]
         for inside in self.variants.inside(variant):
             seconds = self.variants.estimate(inside).more_seconds
             cheaper = (i for i, e in enumerate(left) if self.variants.estimate(e).more_seconds <= seconds)
@@ -151,16 +162,65 @@ class CandidateSource:
     def add_variant(self, seconds: float | None, budget: int, turn: int) -> bool:
         """Make the next variant of a turn that may fit, if none is known that takes less; return whether there was one.
 
+        A graph takes as long as several solves: those that do not promise to be worth it are made while nothing fits,
+        and last.
+
         **Arguments:** `seconds` that the best so far takes, None if nothing fits.
         """
-        for variant in [*(left := self.left[turn == INEXACTLY])]:
-            estimate = self.variants.estimate(variant)
-            if seconds is not None and seconds <= self.graph.extra_seconds + estimate.more_seconds:
-                return False
-            last = bool(left) and variant is left[-1]
-            if (self.plain_nbytes - estimate.fewer_nbytes <= budget or last) and self.make(variant):
-                return True
+        inexact = turn == INEXACTLY
+        for promising in (True, False) if seconds is None else (True,):
+            for left in self.left[inexact]:
+                for variant in [*left]:
+                    estimate = self.variants.estimate(variant)
+                    if seconds is not None and seconds <= self.graph.extra_seconds + estimate.more_seconds:
+                        break
+                    may_fit = self.plain_nbytes - estimate.fewer_nbytes <= budget
+                    if not (may_fit or variant in self.deepest[inexact]):
+                        continue
+                    if promising and not self._promises(variant, seconds, budget):
+                        continue
+                    if self.make(variant):
+                        return True
         return False
+
+    def _promises(self, variant: Variant, seconds: float | None, budget: int) -> bool:
+        """Return whether a variant may win, by a sketch of its graph: whether that fits, and once something does,
+        whether it may take less. Of most of the step in chunks it is enough that it may with rows in chunks inside:
+        which these are is known when it is made, but in each microbatch they are about those of the plain step.
+        """
+        whole = self.variants.estimate(variant).whole
+        return any(
+            self._may_win(each, seconds, budget)
+            for each in (variant, *(variant.also(*rows.choices) for rows in (self.rows if whole else ())))
+        )
+
+    def _may_win(self, variant: Variant, seconds: float | None, budget: int) -> bool:
+        estimate = self.variants.estimate(variant)
+        if seconds is None:
+            sketch = self._sketch(variant, budget)
+            return sketch is None or sketch[0]
+        worthwhile = seconds - self.graph.extra_seconds - estimate.more_seconds
+        worthwhile -= CHEAP / 2 * self.graph.step_seconds
+        if worthwhile < 0:
+            return False
+        # A sketch leaves out the sums that microbatches keep, but has whole what rows in chunks hand on.
+        room = budget + int((not estimate.whole) * SKETCH_SLACK * self.temporaries_nbytes)
+        sketch = self._sketch(variant, room)
+        return sketch is None or sketch[1] <= SKETCHED * worthwhile
+
+    def _sketch(self, variant: Variant, room: int) -> tuple[bool, float] | None:
+        """Return whether a sketch of a variant's graph fits, and what its values cost then; None where there is none:
+        what host memory is worth, no sketch says.
+        """
+        if (variant, room) not in self.sketched:
+            sketch = None if self.graph.host is not None else self.variants.sketch(self.graph, variant)
+            found = None
+            if sketch is not None:
+                schedule = MinCut().solve(sketch, room, time_limit=self.time_limit).schedule
+                profile = simulate(sketch, schedule)
+                found = profile.peak_nbytes <= room, profile.extra_seconds - sketch.extra_seconds
+            self.sketched[variant, room] = found
+        return self.sketched[variant, room]
 
     @mechanism("loops in parts", off=lambda *_: [])
     def split_loop(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
@@ -191,7 +251,7 @@ class CandidateSource:
         """
         most_seconds -= self.graph.extra_seconds
         of = self.variants.estimate
-        known = [*self.passed, *self.left[False], *self.left[True]]
+        known = [*chain(*self.left[False], *self.left[True])]
         able = [each for each in known if of(each).more_seconds <= most_seconds]
         parts = [each for each in able if not of(each).whole]
         exact = [each for each in parts if not self.variants.is_inexact(each)]
@@ -220,7 +280,11 @@ class CandidateSource:
         make(make([each for each in able if of(each).whole]))
         cheaper = (each for each in able if (of(each).whole or each in shallow) and each not in made)
         self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
-        self.passed, self.left = [], {False: [], True: []}
+        self.end()
+
+    def end(self) -> None:
+        """Leave no variant to be made."""
+        self.left = {False: ([], []), True: ([],)}
 
     def _temporaries_nbytes(self, variant: Variant) -> int:
         """Return what a variant that was made needs besides arguments, if it drops nothing."""

@@ -27,6 +27,7 @@ from .._program import _compat
 from .._runtime._budgets import Parts, parse_budget, parse_margin
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import CompilationError, InfeasibleBudgetError, PlanMismatchError
+from .._runtime._garbage import uncollected
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
 from ._baseline import Baseline, measure_baseline
@@ -71,6 +72,7 @@ class Known(NamedTuple):
     file: str
 
 
+@uncollected
 def recall_or_plan(problem: Problem, request: Request) -> Planned:
     """Return the plan kept for this request, if there is one that still fits; else a new one.
 

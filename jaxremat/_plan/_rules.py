@@ -111,11 +111,13 @@ def _loops(step: PlainStep) -> Loops:
 
 def _rows(step: PlainStep) -> Estimates:
     """Return rows, and most of the step, in chunks."""
+    nodes, places = step.graph.nodes, step.traced.row_places
+    with_rows = [[nodes[i].outputs[k] for i, k, _ in of] for of in places]  # none of regions in loops
     return {
-        (site, (chunks,)): _chunked(step, region, chunks)
+        (site, (n,)): _chunked(step, region, n)._replace(divided=tuple((v, n) for v in with_rows[site]))
         for site, region in enumerate(step.traced.sites.regions)
         if ("microbatches" if region.whole else "rows") in step.allow and step.without_pins(region)
-        for chunks in region.choices
+        for n in region.choices
     }
 
 
@@ -176,12 +178,15 @@ def _attention(step: PlainStep) -> Estimates:
         able = kernels_work([*found, *(site for site, _, _ in within)], step.here)
     how = 2 if able else 1
     fewer, more = 0, 0.0
+    gone: list[tuple[int, int]] = []
     for site in found:
         loop = traced.loop_of[site.at]
         length, trips = graph.loop_lengths[loop] if loop >= 0 else 1, trips_of[site.at]
         pattern = places[site.pattern].part(site.pattern) if places is not None else site.pattern
-        values = (graph.values[v] for i in site.forward for v in graph.nodes[i].outputs)
-        large = (v.nbytes for v in values if v.materialised and v.nbytes >= pattern.scores_nbytes)
+        made = (graph.values[v] for i in site.forward | site.backward for v in graph.nodes[i].outputs)
+        scores = [v for v in made if v.nbytes >= pattern.scores_nbytes]
+        gone += ((v.id, 0) for v in scores if v.producer != site.at)
+        large = (v.nbytes for v in scores if v.materialised and v.producer in site.forward)
         fewer += length * max(sum(large), pattern.scores_nbytes)
         once, back = (
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
@@ -196,7 +201,7 @@ def _attention(step: PlainStep) -> Estimates:
         if how > 1:
             once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_fusion_root(eqns[i]))
             more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
-    return {(0, (how,)): Estimate(fewer, more)}
+    return {(0, (how,)): Estimate(fewer, more, divided=() if within else tuple(gone))}
 
 
 def _trips_of(traced: Traced, graph: Graph) -> list[int]:

@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
 from .._model._variant import ATTENTION, COPIES, INNER, INSIDE, LOOP, REVERSED, ROWS, Variant
 from .._program import _compat
 from .._program._inline import Inliner
+from .._runtime._garbage import uncollected
 from ._backward_equations import behind_backward
 from ._cotangent_chains import with_names
 from ._encodings import with_copies
@@ -51,20 +53,42 @@ from ._streamed_stacks import with_streamed_stacks
 from ._undone_checkpoints import forward_again
 
 
+class Found(NamedTuple):
+    """**Fields:** which pairs of scans are `cuttable`; `regions` of rows that may be done in chunks; `rules` for each
+    region the results that have rows: equation of the plain program, result, dimension of the rows.
+    """
+
+    cuttable: tuple[bool, ...] = ()
+    regions: tuple[Region, ...] = ()
+    rules: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+
+
 @dataclass(frozen=True)
 class Sites:
     """The places of a step that may take another form.
 
-    **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside of other loops, and which of
-    them are `cuttable`; `regions` of rows that may be done in chunks; `rules` for each region the results that have
-    rows: equation of the plain program, result, dimension of the rows.
+    **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside of other loops; `look` for the
+    others, which takes as long as the rest of tracing: who follows a plan of the step as it is written needs none.
     """
 
     lengths: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
-    cuttable: tuple[bool, ...] = ()
-    regions: tuple[Region, ...] = ()
-    rules: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    look: Callable[[], Found] = Found
+
+    @cached_property
+    def found(self) -> Found:
+        """The sites that are looked for when they are first asked for."""
+        return self.look()
+
+    @property
+    def cuttable(self) -> tuple[bool, ...]:
+        """Which of the pairs can be cut."""
+        return self.found.cuttable
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions of rows."""
+        return self.found.regions
 
 
 @dataclass(frozen=True)
@@ -98,14 +122,19 @@ class Pass:
 
 def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
-    eqns = program.eqns
-    scans = [eqns[i] for i in backward_of(eqns)]
-    in_loops = Readers(inline_loops(program, inliner, inner=False))
-    known = find_regions(program, in_loops, source, inliner, most=not source.respect_checkpoint)
+    scans = [program.eqns[i] for i in backward_of(program.eqns)]
     return Sites(
         tuple(scan.params["length"] for scan in scans),
         tuple(map(_compat.user_line, scans)),
-        cuttable(eqns, in_loops),
+        uncollected(partial(_look, program, source, inliner)),
+    )
+
+
+def _look(program: FlatProgram, source: Source, inliner: Inliner) -> Found:
+    in_loops = Readers(inline_loops(program, inliner, inner=False))
+    known = find_regions(program, in_loops, source, inliner, most=not source.respect_checkpoint)
+    return Found(
+        cuttable(program.eqns, in_loops),
         known,
         tuple(
             tuple(

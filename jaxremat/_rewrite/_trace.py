@@ -9,6 +9,7 @@ compute again in the backward pass are single equations instead. Its equations s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from .._program._primitives import inner_eqns
 from .._program._references import of_values
 from .._runtime._errors import warn
 from .._runtime._garbage import uncollected
+from ._backward_equations import backward_equations
+from ._decisions import Decisions, decisions
 from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._gathered_operands import Gather
 from ._passes import (
@@ -112,6 +115,16 @@ class Traced:
         """The loops that are inlined."""
         return self.program.loops
 
+    @cached_property
+    def in_backward(self) -> Sequence[bool]:
+        """For each equation whether it is of the backward pass, or comes after it."""
+        return backward_equations(self.jaxpr.jaxpr.eqns, self.loop_of, self.loops)
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        """The decisions that must be of one run with what they are combined with."""
+        return decisions(self.jaxpr.jaxpr.eqns)
+
     @property
     def over(self) -> frozenset[Any]:
         """The arguments that loops write over."""
@@ -122,7 +135,7 @@ class Traced:
         """Of each region the values that have rows: equation, result, and dimension of the rows."""
         return tuple(
             tuple((self.origin[i], k, d) for i, k, d in rules if self.origin[i] >= 0)
-            for rules in self.sites.rules
+            for rules in self.sites.found.rules
         )
 
     @property
@@ -154,7 +167,7 @@ class Traced:
 
     def named(self, form: Variant) -> Variant:
         """Return the form, with names for its sites where it has none, see `Variant.unnamed`."""
-        return form.named(len(self.sites.lengths), len(self.sites.regions))
+        return form if form.is_named else form.named(len(self.sites.lengths), len(self.sites.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
         """Return the same step on several devices, with the gathering of operands in equations of its own, by index in
@@ -168,7 +181,8 @@ class Traced:
     def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
         """Return the same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
         laid = (region.on_devices(n, share) for region, n in zip(self.sites.regions, parts, strict=True))
-        sites = replace(self.sites, regions=tuple(laid))
+        found = self.sites.found._replace(regions=tuple(laid))
+        sites = replace(self.sites, look=lambda: found)
         return replace(self, merged=replace(self.merged, sites=sites))
 
     def ordered_before(self) -> "Traced":

@@ -45,7 +45,7 @@ def traced(case: Case, least_nbytes: int = _row_regions.LEAST_NBYTES) -> Traced:
     """**Arguments:** `least_nbytes` as `_row_regions` has it."""
     assert least_nbytes == _row_regions.LEAST_NBYTES
     found = trace(jax.jit(case.step, donate_argnums=case.donate_argnums), case.make_args(), {})
-    assert found.sites  # found now, with that constant
+    assert found.sites.found  # now, with that constant
     return found
 
 

@@ -77,8 +77,8 @@ def test_forms_count_what_they_save_and_repeat() -> None:
     found = Variants(Loops.of(graph, [64]))
     assert found.exact() == (of_levels((8, 8)), of_levels((4, 4, 4)))
     two, three = map(found.estimate, found.exact())
-    assert two == ((64 - 16) * carry, seconds, False)
-    assert three == ((64 - 12) * carry, 2 * seconds, False)
+    assert two == Estimate((64 - 16) * carry, seconds)
+    assert three == Estimate((64 - 12) * carry, 2 * seconds)
 
 
 def test_a_rest_is_not_run_again() -> None:
@@ -128,7 +128,7 @@ def test_a_divided_loop_has_parts_of_several_iterations_and_the_last(length: int
         assert (behind[-1] == 1) == apart
         assert min(first, *behind[: len(behind) - apart], length) >= 2
         assert abs(first + apart - share * length) < 3 + 1e-9 or length == 4  # whose first part is always 3
-        assert able.estimate(variant) == (0, 0.0, False)
+        assert able.estimate(variant) == Estimate()
 
 
 def test_parts_behind_levels() -> None:
@@ -146,7 +146,7 @@ def test_only_one_loop_is_divided() -> None:
     assert [loops.unsplit(of_levels(*s)) for s in settings] == [True, True, False, False]
     found = Variants(loops).split(of_levels((), (8,)), 0, 0.5)
     assert found == [of_levels((3, -4), (8,)), of_levels((4,), (8,))]
-    assert [Variants(loops).estimate(each) for each in found] == [(12, 0.75, False)] * 2
+    assert [Variants(loops).estimate(each) for each in found] == [Estimate(12, 0.75)] * 2
 
 
 def test_kinds_are_combined_with_what_saves_most_of_those_before_and_most_of_the_step_comes_last() -> None:
@@ -158,7 +158,7 @@ def test_kinds_are_combined_with_what_saves_most_of_those_before_and_most_of_the
     forms = Variants(loops, (rows, copies))
     two, four, levels = of_chunks(2), of_chunks(4), of_levels((8, 8))
     both, copied = four.also(*levels.choices), Choice(COPIES, 0, (1, 2))
-    assert {each: forms.estimate(each) for each in forms.exact()} == {
+    assert {each: forms.estimate(each)[:3] for each in forms.exact()} == {
         of_chunks(0, 2): (90, 0.5, True),
         two: (10, 1.0, False),
         four: (15, 2.0, False),
@@ -183,7 +183,7 @@ def test_most_of_the_step_in_chunks_may_have_what_chunks_may_have() -> None:
     found = able.exact()
     both = [of_chunks(n).also(*within) for n in (2, 4)]
     assert set(found) == {*alone, *both}
-    assert [able.estimate(each)[::2] for each in found if each in both] == [(140, True), (145, True)]
+    assert [able.estimate(each)[:3:2] for each in found if each in both] == [(140, True), (145, True)]
 
 
 def test_a_form_names_only_what_is_otherwise() -> None:

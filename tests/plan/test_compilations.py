@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ import pytest
 from chains import make_step
 
 import jaxremat
+from jaxremat._compiler._devices import DEVICES
+from jaxremat._lower._lower import lower
+from jaxremat._model._variant import PLAIN
+from jaxremat._rewrite import _passes, _trace
+from jaxremat._rewrite._trace import trace
 
 WEIGHTS = [jnp.full((64, 64), 0.01, jnp.float32)] * 8
 X = jnp.ones((1024, 64))
@@ -139,6 +145,31 @@ def test_a_step_whose_plan_is_known_is_compiled_once(
     assert not any("xla_backend_optimization_level" in (each or {}) for each in options), "a draft runs"
     for one, other in zip(found, jax.jit(make_step())(WEIGHTS, X), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("known", ["the cache", "a file"])
+def test_a_step_whose_plan_is_known_is_not_searched_for_regions(
+    known: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    find = _passes.find_regions
+    monkeypatch.setattr(_passes, "find_regions", lambda *a, **k: looked.append(a) or find(*a, **k))
+    assert KNOWN[known]("planned", kept).plan(WEIGHTS, X).form == PLAIN
+    assert not looked
+    step(BUDGET - 1).plan(WEIGHTS, X)
+    assert len(looked) == 1
+
+
+def test_a_program_is_looked_through_for_decisions_once_for_all_of_its_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = trace(jax.jit(make_step()), (WEIGHTS, X), {})
+    looked: list[Any] = []
+    find = _trace.decisions
+    monkeypatch.setattr(_trace, "decisions", lambda eqns: looked.append(eqns) or find(eqns))
+    one, other = (lower(found, DEVICES["h100"], base_nbytes=n) for n in (0, 1))
+    assert one == replace(other, base_nbytes=0)
+    assert len(looked) == 1
 
 
 def test_a_copy_is_compiled_once(compiled: list[str]) -> None:

@@ -491,12 +491,43 @@ def test_rows_inside_of_microbatches_are_tried_where_these_alone_need_more(least
         return replace(trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + more)
 
     able = replace(NONE, others=(rows,), sites_inside=looked_for)
-    assert able.estimate(inside) == (peak // 2 + peak // 4, graph.step_seconds / 50, True)
+    assert able.estimate(inside)[:3] == (peak // 2 + peak // 4, graph.step_seconds / 50, True)
     made = {form: replace(graph, form=form) for form in (whole, inside)}
     search = searching(Space(graph, able, made), Prefixes(), compiled, 10 * peak)
     trial = search.least(3) if least else search.within(peak - 1, 3)
     assert trial is not None
     assert trial.graph.form == inside
+
+
+@pytest.mark.parametrize(("gone", "wanted"), [((1, 12), [4]), ((6, 1), [2]), ((6, 7), [2, 4])])
+def test_no_graph_is_made_of_a_variant_that_a_sketch_rules_out(
+    gone: tuple[int, int], wanted: list[int]
+) -> None:
+    """Both promise to save everything. Without so many of its values the step cannot fit, or takes far longer than the
+    variant that is known, or about as long.
+    """
+    graph = chain(12)
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    variants = dict(zip((2, 4), (graph.residuals[:n] for n in gone), strict=True))
+    estimates = {
+        (0, (n,)): Estimate(peak + n, n / 1000 * graph.step_seconds, divided=tuple((v, 0) for v in values))
+        for n, values in variants.items()
+    }
+    space = Space(graph, replace(NONE, others=(Sites(ROWS, estimates),)))
+    for n in variants:
+        sketch = space.able.sketch(graph, of_chunks(n))
+        assert sketch is not None
+        more = n / 1000 * graph.step_seconds
+        space.made = {**space.made, of_chunks(n): replace(sketch, form=of_chunks(n), extra_seconds=more)}
+    asked: list[Variant] = []
+    space.of = lambda variant: asked.append(variant) or space.made.get(variant)  # type: ignore[method-assign]
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        return replace(a_trial(graph, set(), 0.0), solution=solution, fence=fence, graph=graph)
+
+    search = searching(space, Milp(), compiled, peak)
+    assert search._next(peak // 2) is not None
+    assert asked == [of_chunks(n) for n in wanted]
 
 
 def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
