@@ -93,6 +93,11 @@ def _no_number(x: jax.Array) -> jax.Array:
     return x != x
 
 
+def _no_number_between(x: jax.Array) -> jax.Array:
+    gap = jnp.exp(x) - x
+    return gap != gap
+
+
 def _than_the_mean(x: jax.Array) -> jax.Array:
     return x > x.mean(-1, keepdims=True)
 
@@ -110,6 +115,7 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
         (_than_the_mean, False, False),
         (_larger_than_a_constant, False, True),
         (_no_number, False, True),
+        (_no_number_between, False, True),
     ],
 )
 def test_what_may_not_run_again(
