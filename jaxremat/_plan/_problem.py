@@ -32,7 +32,6 @@ from .._model._schedule import Schedule, close_over_dependencies, save_all
 from .._model._simulate import simulate
 from .._model._sites import EXACT
 from .._model._variant import Variant
-from .._rewrite._entry_gradients import is_by_comparison
 from .._rewrite._fingerprint import fingerprint, structure
 from .._rewrite._kernel_choice import replaced
 from .._rewrite._pooling_places import is_by_place
@@ -205,9 +204,7 @@ class Problem:
         """Whether plans replace equations of the step by others of the same value."""
         better = replaced(self.backend)
         packed = any(each.exact for each in self.traced.program.encoded)
-        return packed or any(
-            better(e) or is_by_place(e) or is_by_comparison(e) for e in self.traced.flat.jaxpr.eqns
-        )
+        return packed or any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
 
     def as_checkpointed(self, graph: Graph) -> Schedule:
         """Return the schedule of this graph of the plain form that saves what the user's own checkpoints save."""

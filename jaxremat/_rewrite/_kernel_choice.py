@@ -24,7 +24,6 @@ from .._runtime._mechanisms import mechanism
 from ._canonical_convolutions import canonical, is_transposed_convolution
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
-from ._entry_gradients import compared, is_of_entries
 from ._selections import is_marked
 
 
@@ -49,21 +48,13 @@ def inline(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 
 
 def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
-    """Return the proof that programs compute what this one does, which knows these implementations."""
+    """Return the proof that programs compute what this one does, which knows these implementations of convolutions."""
 
     def meant(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-        own = next((function for applies, function in _MEANT if applies(eqn)), None)
+        own = summed if is_depthwise_gradient(eqn) else canonical if is_transposed_convolution(eqn) else None
         return own and jax.make_jaxpr(own(eqn))(*map(typed, eqn.invars))
 
     return Equivalence(closed, meant)
-
-
-_MEANT: tuple[tuple[Callable[[Any], bool], Callable[[Any], Callable[..., jax.Array]]], ...] = (
-    (is_depthwise_gradient, summed),
-    (is_transposed_convolution, canonical),
-    (is_of_entries, compared),
-)
-"""What is taken for another function, and that."""
 
 
 def is_transposed(eqn: jex.JaxprEqn) -> bool:

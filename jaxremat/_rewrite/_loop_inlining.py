@@ -37,7 +37,6 @@ from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns, inner_jaxprs, is_backward, is_light, is_pointwise, on_host
 from .._program._splice import inlined
-from ._entry_gradients import by_comparison
 from ._flat_program import BACKWARD, FORWARD, UNPAIRED, FlatProgram, Loop
 from ._pooling_places import by_place
 
@@ -132,7 +131,7 @@ class Opener:
         carries = [self._edge(CARRY, a, loop, index=i) for i, a in enumerate(init)]
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
-        body = by_comparison(by_place(body))
+        body = by_place(body)
         if role == UNPAIRED:
             once = Equals(self.inliner)
             for inner in body:

@@ -28,7 +28,6 @@ from .._runtime._garbage import uncollected
 from ._backward_equations import behind_backward
 from ._cotangent_chains import with_names
 from ._encodings import with_copies
-from ._entry_gradients import with_comparisons
 from ._flat_program import FlatProgram, PairForm, with_eqns
 from ._gathered_operands import gathered
 from ._inlined_loops import attended, inline_loops, merged_equals
@@ -240,11 +239,6 @@ PLAIN_PASSES = (
         "pooling",
         lambda program, task: FlatProgram.of(pooled_by_place(program.closed, early=not task.source.apart)),
         "The gradient of max pooling reads places, not the operand.",
-    ),
-    Pass(
-        "entries",
-        lambda program, task: FlatProgram.of(with_comparisons(program.closed)),
-        "The gradient of reading one entry of each row compares places, and scatters nothing.",
     ),
     Pass(
         "bits",
