@@ -435,8 +435,9 @@ def _between_two(eqn: JaxprEqn, computed: Sequence[_Origin], gaps: Mapping[int, 
     normalisation, these do not count.
     """
     name = eqn.primitive.name
-    of_itself = eqn.invars[0] is eqn.invars[-1] and len(eqn.invars) > 1  # as whether it is a number
-    if of_itself or (name not in _COMPARISONS and name != "sign"):
+    if name not in _COMPARISONS and name != "sign":
+        return 0
+    if len(eqn.invars) > 1 and eqn.invars[0] is eqn.invars[1]:  # whether it is a number
         return 0
     if len(computed) == 2:
         return computed[0].same | computed[1].same if all(origin.same for origin in computed) else 0
