@@ -166,6 +166,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
     exact: set[Var] = set()  # numbers made of integers without rounding
+    constant: set[Var] = set()  # what is made of no argument
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
     maker: dict[Var, int] = {}
     moved: dict[Var, Var] = {}  # by number the one that its entries are all of
@@ -180,7 +181,11 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         together = _union(read)
         if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded and not together.through:
             exact.update(v for v in eqn.outvars if is_float(v))
-        computed = [origins.get(v, _NONE) for v in dict.fromkeys(numbers) if v not in exact]
+        if constant.issuperset(operands):
+            constant.update(eqn.outvars)
+        computed = [
+            origins.get(v, _NONE) for v in dict.fromkeys(numbers) if v not in exact and v not in constant
+        ]
         if len(computed) == 2 and all(origin.same for origin in computed) and _takes(eqn, negative):
             gaps[i] = any(_is_spread(eqns[maker[v]]) for v in numbers)
         two = _between_two(eqn, _aligned(computed, together.base), gaps)

@@ -22,7 +22,7 @@ from jaxremat._rewrite._trace import trace
 
 pytestmark = pytest.mark.usefixtures("few_compilations")
 
-HOLDING = {"cond": "cond", "switch": "cond", "cond in cond": "cond", "shard_map": "shard_map"}
+HOLDING = {"cond": "cond", "switch": "cond", "shard_map": "shard_map"}
 
 
 def emitted(name: str, saving: bool) -> jex.ClosedJaxpr:
@@ -45,6 +45,12 @@ def test_the_backward_pass_runs_what_was_dropped_again(name: str) -> None:
     assert len(least) > len(saved)
     assert sum(least[:6]) < sum(saved[:6])
     assert max(least[6:]) <= max(saved)
+
+
+def test_a_branch_in_which_numbers_choose_another_runs_once() -> None:
+    """Results of two runs might be of two choices."""
+    saved, least = (results(emitted("cond in cond", saving), "cond") for saving in (True, False))
+    assert len(least) == len(saved) == 12
 
 
 def test_nothing_unread_is_left() -> None:
