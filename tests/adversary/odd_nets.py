@@ -302,7 +302,7 @@ def halves(p: Any, x: Array) -> Array:
 def eighths(p: Any, x: Array) -> Array:
     """Rounded to eight bits of two kinds, with a scale of the array's own."""
     y = _linear(p, x)
-    scale = lax.stop_gradient(jnp.abs(y).max()) / 400
+    scale = lax.stop_gradient(jnp.abs(y).max()) / 448
     low = (y / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
     return x + low + jnp.tanh(y).astype(jnp.float8_e5m2).astype(x.dtype)
 
