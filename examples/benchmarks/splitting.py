@@ -91,7 +91,7 @@ def markdown(found: Sequence[Record]) -> str:
 TITLE = """\
 ### Work in parts
 
-Peaks by XLA's compiler for the CPU, of steps whose examples, points or pairs are done part after part: as people write
+Peaks by XLA's compiler for the CPU, of steps whose examples, points or pairs are done in parts: as people write
 it, and as planned. Operations are a multiple of the plain step's.\
 """
 

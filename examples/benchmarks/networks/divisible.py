@@ -1,6 +1,6 @@
 """Train steps whose work falls apart along an axis, and what people write by hand when their memory runs out.
 
-Points, tokens, pairs, clouds, edges, heads or rows of an image are done part after part, each forward and backward:
+Points, tokens, pairs, clouds, edges, heads or rows of an image are done in parts, each forward and backward:
 
     step = DIVISIBLE["pinn"]("tiny")
     step.plain, step.by_hand["parts"]       # functions of a state and a batch, as `step.args()` has them
