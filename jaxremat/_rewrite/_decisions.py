@@ -171,7 +171,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     maker: dict[Var, int] = {}
     moved: dict[Var, Var] = {}  # by number the one that its entries are all of
     roundings = _Roundings()
-    gaps: dict[int, bool] = {}  # differences of two computed numbers, and whether both are of their shape
+    gaps: dict[int, bool] = {}  # differences of two computed numbers, and whether one is that of many entries
     edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)

@@ -347,6 +347,22 @@ def test_a_number_is_zero_where_it_is_taken_from_itself() -> None:
         assert first and error < 1e-4 * np.abs(wanted).max()
 
 
+def as_certain_as_the_plain_step(
+    loss: Callable[..., jax.Array], args: tuple[Any, ...], programs: int
+) -> None:
+    """Assert that rounding does no more to so many random schedules of a gradient than to the plain step."""
+    found = trace(jax.jit(jax.grad(loss)), args, {})
+    wanted = evaluate(found.source.closed, args)[0]
+
+    def off(closed: Any, seed: int) -> float:
+        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
+
+    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
+    rng = random.Random(0)
+    for seed in range(programs):
+        assert off(draw(rng, found).emit(), seed) < allowed < 1e-3 * np.abs(wanted).max()
+
+
 def _larger_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(a > b, a, b)
 
@@ -379,17 +395,7 @@ def test_of_two_numbers_that_are_equal_but_for_rounding_one_gets_the_cotangent(
             h = h + choose(jnp.tanh(h @ w), jnp.tanh(h @ v))
         return (h**2).sum()
 
-    args = (scale, ws, ws)
-    found = trace(jax.jit(jax.grad(loss)), args, {})
-    wanted = evaluate(found.source.closed, args)[0]
-
-    def off(closed: Any, seed: int) -> float:
-        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
-
-    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
-    rng = random.Random(0)
-    for seed in range(50):
-        assert off(draw(rng, found).emit(), seed) < allowed < 1e-3 * np.abs(wanted).max()
+    as_certain_as_the_plain_step(loss, (scale, ws, ws), 50)
 
 
 CELLS = jax.random.normal(jax.random.key(3), (12, 8))
@@ -456,17 +462,7 @@ def test_parts_of_a_number_are_of_one_run(look_up: Callable[[jax.Array], jax.Arr
             h = h + y * look_up(lax.stop_gradient(whole + (3 * y - y - 2 * y)))
         return (h**2).sum()
 
-    args = (jnp.ones(8), ws)
-    found = trace(jax.jit(jax.grad(loss)), args, {})
-    wanted = evaluate(found.source.closed, args)[0]
-
-    def off(closed: Any, seed: int) -> float:
-        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
-
-    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
-    rng = random.Random(0)
-    for seed in range(30):
-        assert off(draw(rng, found).emit(), seed) < allowed < 1e-3 * np.abs(wanted).max()
+    as_certain_as_the_plain_step(loss, (jnp.ones(8), ws), 30)
 
 
 def smooth_in_roots(w: jax.Array, x: jax.Array) -> jax.Array:
