@@ -125,7 +125,7 @@ MECHANISMS = (
     *(
         Mechanism(name, on=(GPU,))
         for name in (
-            *("barriers: last reads", "images' axes in memory order"),
+            *("barriers: last reads", "barriers: pieces", "images' axes in memory order"),
             *("sums in place of products", "scratch memory as compiled"),
         )
     ),

@@ -15,7 +15,7 @@ At the start of each stage of the backward pass stands a barrier that holds back
 - in a loop of the backward pass all happens within an iteration. At its start there is no barrier: an iteration is held
   back by the one before, and the first by a barrier through which the loop's carries pass.
 
-Other barriers stand beside single equations: *blocks*, *last reads*, *masks*.
+Other barriers stand beside single equations: *blocks*, *last reads*, *masks*, *pieces*.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Var
 
 from .._model._later_passes import made_later
+from .._model._simulate import play, simulate
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import SUMS, is_loop_edge, is_product, is_relabelling, is_write
@@ -218,6 +219,50 @@ def masks(step: Analysis) -> Iterator[Constraint]:
         yield Constraint(Point("before", nodes[0]), hold, readers=dict.fromkeys(nodes, hold), why="masks")
 
 
+def pieces(step: Analysis) -> Iterator[Constraint]:
+    """Let what reads one piece of a value that is split wait until all pieces are written.
+
+    The compiler makes a piece within the kernel that reads it. Where that comes late, as for the half of a gradient
+    that goes back along a skip connection, the whole stays in memory until then: a UNet at its least memory needed 0.92
+    GB of temporaries in place of 0.75. Writing the pieces takes time, so that they are only written where the whole
+    would raise the schedule's peak.
+    """
+    graph, schedule = step.graph, step.schedule
+    found = [n for n in range(graph.forward_stop, len(graph.nodes)) if _outlived(step, n)]
+    if not found:
+        return
+    lives = {life.value: life for life in play(graph, schedule).lives if life.stage < 0}
+    profile = simulate(graph, schedule)
+    live = np.array(profile.runs[2])  # with each whole in place of its pieces
+    spans: dict[int, slice] = {}
+    for n in found:
+        own = [lives[v] for v in graph.nodes[n].outputs]
+        spans[n] = slice(own[0].begin + 1, max(life.end for life in own) + 1)
+        live[spans[n]] += sum(life.nbytes for life in own)
+        for life in own:
+            live[life.begin + 1 : life.end + 1] -= life.nbytes
+    for n, span in spans.items():
+        if live[span].max() > profile.peak_nbytes - graph.base_nbytes:
+            yield Constraint(Point("behind", n), step.source[n].outvars, readers=None, why="pieces")
+
+
+def _outlived(step: Analysis, n: int) -> bool:
+    """Return whether an equation splits a value that is read for the last time, and whose pieces are read in different
+    stages.
+    """
+    graph, node = step.graph, step.graph.nodes[n]
+    made = [graph.values[v] for v in node.outputs]
+    if (
+        node.primitive != "split"
+        or node.loop >= 0
+        or not all(v.materialised and not v.is_output for v in made)
+    ):
+        return False
+    read = (map(step.place.__getitem__, step.readers.get(v, ())) for v in step.source[n].outvars)
+    last = {max(places, default=-1) for places in read}
+    return len(last) > 1 and all(graph.last_reader[v] == n for v in graph.reads[n])
+
+
 def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
     """Return the rule as a mechanism that can be switched off."""
     return mechanism(f"barriers: {name}", off=lambda _: [])(lambda step: list(find(step)))
@@ -225,7 +270,7 @@ def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
 
 RULES: Mapping[str, Rule] = {
     (name := find.__name__.replace("_", " ")): _rule(name, find)
-    for find in (operands, fetches, triggers, updates, blocks, last_reads, masks)
+    for find in (operands, fetches, triggers, updates, blocks, last_reads, masks, pieces)
 }
 """In the order in which a barrier's operands stand."""
 

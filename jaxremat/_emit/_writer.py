@@ -22,6 +22,7 @@ SCOPES = {
     "blocks": "barrier_block",
     "last reads": "last_read",
     "masks": "barrier_mask",
+    "pieces": "barrier_pieces",
 }
 """What barriers beside equations are called in name stacks, by the rules that they are for."""
 
