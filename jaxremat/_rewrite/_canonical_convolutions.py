@@ -25,7 +25,7 @@ _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("
 _CALLS = {"jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",)}
 """Primitives whose bodies become part of what is around."""
 
-_TYPES = ("float16", "float32")
+_TYPES = ("bfloat16", "float16", "float32")
 """Of the numbers that XLA:CPU has such kernels for."""
 
 

@@ -80,13 +80,13 @@ def gradient(images: jax.Array, cotangent: jax.Array) -> jax.Array:
             images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
-    _, back = jax.vjp(convolved, jnp.zeros((3, 3, channels, channels)))
+    _, back = jax.vjp(convolved, jnp.zeros((3, 3, channels, channels), images.dtype))
     return back(cotangent)[0]
 
 
 def outside(images: jax.Array) -> jax.Array:
     """Some gradients, one after the other."""
-    total = jnp.zeros((3, 3, images.shape[-1], images.shape[-1]))
+    total = jnp.zeros((3, 3, images.shape[-1], images.shape[-1]), images.dtype)
     for i in range(STEPS):
         total += jax.lax.optimization_barrier(gradient(images + i, images))
     return total
@@ -94,7 +94,7 @@ def outside(images: jax.Array) -> jax.Array:
 
 def within(images: jax.Array) -> jax.Array:
     """The same in a loop."""
-    total = jnp.zeros((3, 3, images.shape[-1], images.shape[-1]))
+    total = jnp.zeros((3, 3, images.shape[-1], images.shape[-1]), images.dtype)
     return jax.lax.fori_loop(0, STEPS, lambda i, total: total + gradient(images + i, images), total)
 
 
@@ -115,9 +115,10 @@ def orders(compiled: Any) -> dict[bool, set[str]]:
     return found
 
 
-def test_xla_orders_convolutions_of_the_entry_alone() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_xla_orders_convolutions_of_the_entry_alone(dtype: str) -> None:
     """The reason for all of this: where it fails, XLA has mended it, and this rewriting can go."""
-    images = jnp.ones((2, 8, 8, 4))
+    images = jnp.ones((2, 8, 8, 4), dtype)
     (elsewhere,) = orders(jax.jit(within).lower(images).compile())[False]
     assert elsewhere != "b01f_01io->b01f"
     (entry,) = orders(jax.jit(outside).lower(images).compile())[True]
