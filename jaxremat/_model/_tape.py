@@ -5,9 +5,12 @@ Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ._host_copies import SLICES
+
+if TYPE_CHECKING:
+    from ._graph import Graph
 
 
 class Life(NamedTuple):
@@ -42,7 +45,7 @@ class Tape:
     nets.
     """
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: "Graph") -> None:
         self.graph = graph
         self.nodes: list[int] = []
         self.made_for: list[int] = []
@@ -120,7 +123,7 @@ class Tape:
                         yield Life(v, stage, begin, end, value.nbytes)
 
 
-def forward_tape(graph: Any) -> Tape:
+def forward_tape(graph: "Graph") -> Tape:
     """Return the tape of the forward pass, which all schedules begin with."""
     tape = Tape(graph)
     tape.run_all(n for n in range(graph.forward_stop) if graph.kernel[n])
