@@ -1,9 +1,10 @@
-"""Convolutions in bodies of loops and branches -> the same with the batch first and the channels last.
+"""Convolutions in bodies of loops and branches -> the same with the batch first and the channels last, or as sums.
 
 XLA:CPU has fast kernels on several threads for convolutions in that order alone. It transposes the operands of others
 into it, but in the program's entry computation only (`ConvCanonicalization`). In a loop's body the gradient of a
 convolution's kernel, which convolves with batch and channels exchanged, was 7 to 95 times slower than outside: 51 to 55
-times for sixteen images of 32 x 32 x 16, and 1.3 times in this order (jax 0.10.2, 2 cores of an AMD EPYC).
+times for sixteen images of 32 x 32 x 16, and 1.3 times in this order (jax 0.10.2, 2 cores of an AMD EPYC). Gradients
+of depthwise kernels are sums in bodies too (see `_depthwise_gradient`).
 
 Invariant: the same sums of the same products. Operands and result are transposed, as XLA does it outside of loops.
 """
@@ -17,6 +18,7 @@ import jax.extend.core as jex
 
 from .._program._compat import shaped
 from .._program._splice import in_place_of
+from ._depthwise_gradient import is_depthwise_gradient, summed
 from ._flat_program import with_eqns
 
 _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
@@ -37,8 +39,8 @@ def canonical_in_bodies(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 def _rewritten(closed: jex.ClosedJaxpr, *, inside: bool) -> jex.ClosedJaxpr:
     eqns: list[Any] = []
     for eqn in closed.jaxpr.eqns:
-        if inside and is_transposed_convolution(eqn):
-            eqns += in_place_of(eqn, canonical(eqn))
+        if inside and (made := implementation(eqn)) is not None:
+            eqns += in_place_of(eqn, made)
         else:
             eqns.append(_with_bodies(eqn, inside=inside))
     if len(eqns) == len(closed.jaxpr.eqns) and all(map(operator.is_, eqns, closed.jaxpr.eqns)):
@@ -56,6 +58,13 @@ def _with_bodies(eqn: jex.JaxprEqn, *, inside: bool) -> jex.JaxprEqn:
         if not all(map(operator.is_, made, bodies)):
             changed[param] = made if isinstance(found, tuple) else made[0]
     return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+
+def implementation(eqn: jex.JaxprEqn) -> Callable[..., jax.Array] | None:
+    """Return the function that does a convolution with XLA:CPU's fast kernels, None where it needs none."""
+    if is_depthwise_gradient(eqn):
+        return summed(eqn)
+    return canonical(eqn) if is_transposed_convolution(eqn) else None
 
 
 def is_transposed_convolution(eqn: jex.JaxprEqn) -> bool:

@@ -21,7 +21,7 @@ from .._program._equivalence import Equivalence
 from .._program._primitives import is_backward
 from .._program._splice import in_place_of, typed
 from .._runtime._mechanisms import mechanism
-from ._canonical_convolutions import canonical, is_transposed_convolution
+from ._canonical_convolutions import implementation
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
 from ._selections import is_marked
@@ -51,8 +51,8 @@ def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
     """Return the proof that programs compute what this one does, which knows these implementations of convolutions."""
 
     def meant(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-        own = summed if is_depthwise_gradient(eqn) else canonical if is_transposed_convolution(eqn) else None
-        return own and jax.make_jaxpr(own(eqn))(*map(typed, eqn.invars))
+        own = implementation(eqn)
+        return own and jax.make_jaxpr(own)(*map(typed, eqn.invars))
 
     return Equivalence(closed, meant)
 

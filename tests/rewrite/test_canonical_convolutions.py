@@ -145,6 +145,31 @@ def test_only_bodies_are_changed() -> None:
     assert canonical_in_bodies(made) is made
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_depthwise_kernels_are_sums_in_bodies(dtype: str) -> None:
+    """XLA:CPU convolves every channel with every other: 8 to 11 times slower in loops than outside."""
+
+    def fn(images: jax.Array, kernels: jax.Array) -> jax.Array:
+        def convolved(kernel: jax.Array) -> jax.Array:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            made = lax.conv_general_dilated(
+                images, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4
+            )
+            return jnp.sum(made.astype(jnp.float32) ** 2)
+
+        return lax.map(jax.grad(convolved), kernels)
+
+    rng = np.random.default_rng(0)
+    args = [jnp.array(rng.normal(size=shape), dtype) for shape in ((2, 8, 8, 4), (3, 3, 3, 1, 4))]
+    closed = jax.make_jaxpr(fn)(*args)
+    made = canonical_in_bodies(closed)
+    assert "batch_group_count=4" in str(closed) and "batch_group_count=4" not in str(made)
+    assert equivalence(closed).difference(made) is None
+    np.testing.assert_allclose(
+        *(jnp.float32(found) for found in (jex.jaxpr_as_fun(made)(*args)[0], fn(*args))), rtol=2e-2, atol=1e-2
+    )
+
+
 @pytest.mark.jax_0_10("memory of a step on the CPU")
 def test_planned_loops_have_no_other_order() -> None:
     def step(weights: Any, x: jax.Array) -> Any:
