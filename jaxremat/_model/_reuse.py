@@ -1,15 +1,12 @@
 """Graph -> the kernels whose result takes over the memory of an operand that dies there."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .._runtime._mechanisms import mechanism
 from ._primitive_names import OVERWRITING
 
-if TYPE_CHECKING:
-    from ._graph import Graph, Node
 
-
-def dies_at(graph: "Graph", v: int, node: "Node", nbytes: int | None = None) -> bool:
+def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
     """Return whether the backward pass made the value (of this size), and no later node reads it."""
     value = graph.values[v]
     own = value.producer >= 0 and not value.is_output and not graph.nodes[value.producer].forward
@@ -18,7 +15,7 @@ def dies_at(graph: "Graph", v: int, node: "Node", nbytes: int | None = None) -> 
 
 
 @mechanism("operands' memory taken over", off=lambda _: frozenset())
-def in_place(graph: "Graph") -> frozenset[int]:
+def in_place(graph: Any) -> frozenset[int]:
     """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
     These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward

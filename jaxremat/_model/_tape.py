@@ -5,12 +5,9 @@ Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ._host_copies import SLICES
-
-if TYPE_CHECKING:
-    from ._graph import Graph
 
 
 class Life(NamedTuple):
@@ -45,7 +42,7 @@ class Tape:
     nets.
     """
 
-    def __init__(self, graph: "Graph") -> None:
+    def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.nodes: list[int] = []
         self.made_for: list[int] = []
@@ -123,7 +120,7 @@ class Tape:
                         yield Life(v, stage, begin, end, value.nbytes)
 
 
-def forward_tape(graph: "Graph") -> Tape:
+def forward_tape(graph: Any) -> Tape:
     """Return the tape of the forward pass, which all schedules begin with."""
     tape = Tape(graph)
     tape.run_all(n for n in range(graph.forward_stop) if graph.kernel[n])
