@@ -399,6 +399,10 @@ class Graph:
         """The number of nodes of the forward pass."""
         return self.stages[0].start if self.stages else len(self.nodes)
 
+    def computed_nbytes(self, n: int) -> int:
+        """Return the bytes that a node reads of what others compute: of a batch, not of parameters."""
+        return sum(self.values[v].nbytes for v in self.nodes[n].inputs if self.values[v].producer >= 0)
+
     def kernels(self) -> Iterator[Node]:
         """Return the nodes that run as kernels of their own, in execution order."""
         return (n for n in self.nodes if self.kernel[n.id])

@@ -1,26 +1,36 @@
 """Plan of nearly the same step -> a plan of this one, certified as any other, or None where planning afresh is better.
 
 Nearly the same is a step with the same equations but for shapes: another batch size, another length of sequences, the
-last batch of an epoch. Its plan says where stages begin, which values XLA writes to memory and which are worth saving,
-so that neither the plain step nor candidates need to be compiled.
+last batch of an epoch. Its plan says in which form the step runs, where stages begin, which values XLA writes to memory
+and which are worth saving, so that neither the plain step nor candidates need to be compiled. What shapes decide may
+differ: chunks that do not divide the rows take further equations, and the order of equations follows sizes. So
+equations of the two are matched by what they are (`Outline`).
 
-Invariant: at most one solve and two compilations; what is returned was compiled for this step and is within its budget,
-and takes, by the model, at most `MORE` of the step longer than the neighbour's plan said of its own.
+Invariant: at most one solve and two compilations; what is returned was compiled for this step and is within its budget.
+Where another schedule than the neighbour's takes longer by the model, no other form promises to take a good deal less.
 """
 
 import logging
 import warnings
-from collections.abc import Sequence
+from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from math import inf, log
+from typing import NamedTuple
 
 from .._model._graph import Graph
-from .._model._schedule import Passing, check
-from .._model._simulate import simulate
-from .._model._variant import ATTENTION, COPIES, REVERSED, ROWS
+from .._model._loop_levels import Loops, parts
+from .._model._schedule import check
+from .._model._simulate import extra_seconds, simulate
+from .._model._stages import uncut
+from .._model._variant import INSIDE, LOOP, PLAIN, ROWS, Choice, Variant
+from .._rewrite._fingerprint import Outline, region_names
 from .._runtime._budgets import parse_margin
-from .._runtime._errors import JaxrematWarning, SolverError
+from .._runtime._errors import HintError, JaxrematWarning, SolverError
 from .._runtime._progress import Stopwatch, timed
-from .._solver import Solution
+from .._solver import MinCut, Solution
+from .._solver._mincut import saving_less
 from ._baseline import EstimatedGraphs
 from ._ledger import CompiledCandidate, Effort, Ledger
 from ._plan import Plan
@@ -32,14 +42,33 @@ from ._step_compiler import StepCompiler
 logger = logging.getLogger("jaxremat")
 
 MORE = 0.02
-"""What a plan made from a neighbour's may take longer than that one, as a share of the step's time: the model's seconds
-of the two differ by about so much, and a search gains little more."""
+"""What another schedule than the neighbour's may take longer, as a share of the step's time, before other forms are
+looked at: a search gains little more."""
 
 FITS_ANYWAY = 0.5
 """Up to this share of the budget a step that rules say to need so much fits as it is written, which costs nothing."""
 
 UNUSED = 0.1
-"""A plan that recomputes and leaves this share of its temporaries' room unused is solved once more."""
+"""Where the neighbour's schedule recomputes and would leave this share of the room for temporaries unused, another one
+is solved for."""
+
+SAFETY = 0.01
+"""What is solved for leaves this share of the room for temporaries: as much again as the model errs by between two
+batches as a rule. One compilation, and not two, is worth it."""
+
+PROMISED = 0.5
+"""Another form is looked for where it promises to cost less than this share: a minimum cut of a sketch errs by that."""
+
+MORE_CHUNKS = 2
+"""Numbers of chunks of rows beyond the neighbour's that are looked at where its own do not fit: each takes a graph."""
+
+UNSURE = 0.05
+"""Where nothing else is known, the neighbour's schedule is compiled that misses by so much of them, by the model."""
+
+COMPILATIONS = 2
+
+MATCHED = 0.9
+"""A plan says nothing of a form of which fewer equations are those of the neighbour's."""
 
 
 def plan_nearby(problem: Problem, request: Request) -> Planned | None:
@@ -51,95 +80,254 @@ def plan_nearby(problem: Problem, request: Request) -> Planned | None:
         return None
     if not (request.neighbours and request.planning.verify):
         return None
-    near = [plan for plan in request.neighbours if _is_near(problem, plan)]
-    if request.like and request.like[0] not in near:
-        warnings.warn(
-            f"`like`: the plan of `{request.like[0].step}` has other equations, or uses a form that these "
-            "shapes or `allow` rule out. This step is planned without it.",
-            JaxrematWarning,
-            stacklevel=2,
-        )
     margin = parse_margin(request.planning.workspace_margin, budget)
-    if not near or problem.estimated_peak_nbytes <= FITS_ANYWAY * (budget - margin):
+    if problem.estimated_peak_nbytes <= FITS_ANYWAY * (budget - margin):
         return None
-    with timed() as stopwatch:
-        return _Neighbour(problem, request, near[0], budget, margin, stopwatch).planned()
+    graphs = EstimatedGraphs(problem)
+    for plan in request.neighbours:
+        if (form := _form(graphs, plan)) is not None:
+            with timed() as stopwatch:
+                return _Neighbour(graphs, request, plan, budget, margin, stopwatch).planned(form)
+        if plan in (request.like or ()):
+            warnings.warn(
+                f"`like`: the plan of `{plan.step}` has other equations, or uses a form that these shapes or `allow` "
+                "rule out. This step is planned without it.",
+                JaxrematWarning,
+                stacklevel=2,
+            )
+    return None
 
 
-def _is_near(problem: Problem, plan: Plan) -> bool:
-    """Return whether a plan is of a step with the same equations, done in the same form."""
-    simple = plan.stages and not (plan.offloaded or plan.on_host) and plan.devices == problem.division.devices
-    if not simple or plan.respect_checkpoint != problem.respect_checkpoint:
-        return False
-    if problem.structure != plan.structure:
-        return False
-    # The number of parts depends on shapes, what `allow` allows on the user, and attention's kernels on the device.
-    if not any(plan.form.settings(rule) for rule in (ROWS, COPIES, ATTENTION, REVERSED)):
-        return True
-    variants = EstimatedGraphs(problem).variants
-    return plan.form in (*variants.exact(), *variants.inexact())
+def _form(graphs: EstimatedGraphs, plan: Plan) -> Variant | None:
+    """Return the form of a neighbour's plan as these shapes have it; None where a plan is of another step, or where
+    these shapes, `allow` or the device rule its form out.
+
+    The numbers of parts depend on shapes: of rows the nearest number is taken, of loops as many levels or parts.
+    """
+    problem = graphs.problem
+    simple = plan.stages and plan.outline and not (plan.offloaded or plan.on_host)
+    if not simple or plan.devices != problem.division.devices:
+        return None
+    if plan.respect_checkpoint != problem.respect_checkpoint or plan.structure != problem.structure:
+        return None
+    before = Outline.parse(plan.outline)
+    found = [_choice(graphs, choice, before) for choice in plan.form.choices]
+    return None if None in found else Variant.of(*filter(None, found))
+
+
+def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline) -> Choice | None:
+    """Return what this step may have of a choice of another, None where it has nothing."""
+    rule, site, setting = choice
+    traced = graphs.problem.traced
+    if rule == LOOP and before.lengths != traced.sites.lengths:
+        return _looped(graphs.variants.loops, choice, before.lengths[site])
+    if rule in (
+        LOOP,
+        INSIDE,
+    ):  # any levels have an estimate, and what is inside of chunks has it when these are made
+        return choice
+    able = next((each.estimates for each in graphs.variants.others if each.rule == rule), {})
+    if rule != ROWS:
+        return choice if (site, setting) in able else None
+    names, name = region_names(traced), dict(before.rows)[site]
+    here, (chunks,) = names.index(name) if name in names else -1, setting
+    near = [own for number, own in able if number == here]
+    nearest = min(near, key=lambda own: abs(log(own[0] / chunks)), default=None)
+    return None if nearest is None else Choice(rule, here, nearest)
+
+
+def _looped(loops: Loops, choice: Choice, before: int) -> Choice | None:
+    """Return the levels or parts of a pair of loops that had so many iterations."""
+    rule, pair, setting = choice
+    length = loops.lengths[pair]
+    (first, *others), behind = parts(before, setting)
+    if others:
+        deep = (own for own in loops.choices[pair] if len(own) == 1 + len(others))
+        return next((Choice(rule, pair, own) for own in deep), None)
+    if not behind:
+        return Choice(rule, pair, (length,))
+    split = loops.split(pair, first / before)
+    return next((own for own in split if len(parts(length, own.setting)[1]) == len(behind)), None)
+
+
+class _Layout(NamedTuple):
+    """The plan of a neighbour on this step in some form.
+
+    **Fields:** the `plan` in the numbers of the `graph`, which has its stages; its `own` schedule.
+    """
+
+    plan: Plan
+    graph: Graph
+    own: Solution
+
+    def temporaries_nbytes(self, solution: Solution) -> int:
+        """Return what a schedule needs besides arguments and outputs, by the model."""
+        return simulate(self.graph, solution.schedule).peak_nbytes - self.graph.base_nbytes
 
 
 class _Neighbour:
-    """The plan of a neighbour, laid out on this step."""
+    """The plan of a neighbour, followed as far as that is worth it."""
 
     def __init__(
-        self, problem: Problem, request: Request, plan: Plan, budget: int, margin: int, stopwatch: Stopwatch
+        self,
+        graphs: EstimatedGraphs,
+        request: Request,
+        like: Plan,
+        budget: int,
+        margin: int,
+        stopwatch: Stopwatch,
     ) -> None:
-        self.problem, self.request, self.plan = problem, request, plan
+        self.graphs, self.request, self.like = graphs, request, like
+        self.problem = problem = graphs.problem
         self.margin, self.room = margin, budget - margin
-        bare = problem.bare(plan.form, pinned=True)
-        # What is small follows the shapes: more of a smaller step is.
-        small = max(bare.small_nbytes, plan.small_nbytes)
-        base = problem.estimated.base_nbytes
-        self.graph: Graph = replace(plan.layout(bare), base_nbytes=base, small_nbytes=small)
+        self.base_nbytes = problem.estimated.base_nbytes
         self.compiler = StepCompiler(problem, stopwatch, to_run=problem.compiles_to_run)
         planning = request.planning
         effort = Effort(stopwatch, limited=False)
         self.ledger = Ledger(planning.solver, effort, planning.time_limit, self.compiler)
-
-    def planned(self) -> Planned | None:
-        """Return the cheaper of at most two compiled schedules that fit, None where none does."""
-        plan, graph = self.plan, self.graph
-        try:
-            first = Solution(check(graph, plan.schedule(graph)), solver=plan.solver)
-        except SolverError:  # pins are others
-            return None
-        predicted = simulate(graph, first.schedule).peak_nbytes
         # The model errs on this step as on its neighbour.
-        error = plan.peak_nbytes / plan.predicted_peak_nbytes
-        fits = error * predicted <= self.room
-        solution = first if fits else self.ledger.tried(graph, int(self.room / error))
-        compiled = self._compiled(solution, plan.detached if fits else ())
-        if compiled is None:
-            return None
-        beyond = compiled.peak_nbytes - self.room
-        if fits and self._is_worth_more(compiled, beyond):
-            # A tenth more than is missing, or a tenth less than is left, so that this one does not miss.
-            allowance = compiled.profile.peak_nbytes - int((1.1 if beyond > 0 else 0.9) * beyond)
-            self._compiled(self.ledger.tried(graph, allowance))
-        best = self.ledger.best(self.room)
-        return None if best is None else self._as_planned(best)
+        base = like.memory.base_nbytes if like.memory is not None else 0
+        error = (like.peak_nbytes - base) / max(like.predicted_peak_nbytes - base, 1)
+        self.temporaries_nbytes = int((self.room - self.base_nbytes) / error)
+        """What schedules may take of temporaries, by the model."""
+        self.layouts: dict[Variant, _Layout | None] = {}
+        self.solved: tuple[_Layout, Solution] | None = None
 
-    def _is_worth_more(self, compiled: CompiledCandidate, beyond: int) -> bool:
-        """Return whether another schedule may fit where this one does not, or be faster where this one leaves room."""
-        temporaries = compiled.compiled.memory.temporaries_nbytes
-        if beyond > 0:
-            return beyond <= MOST_MISSING * temporaries
-        return compiled.profile.extra_seconds > 0 and -beyond > UNUSED * temporaries
+    def planned(self, form: Variant) -> Planned | None:
+        """Return the first of at most two compiled schedules that fits, None where neither does.
 
-    def _compiled(
-        self, solution: Solution | None, detached: Sequence[Passing] = ()
-    ) -> CompiledCandidate | None:
-        """Return a solution compiled to run, where it is not too slow."""
-        if solution is None:
+        What the first needs of memory says how the model errs on this step, where the second has another schedule or
+        form to be chosen.
+        """
+        for _ in range(COMPILATIONS):
+            if (layout := self._cheapest(form)) is None or (solution := self._chosen(layout)) is None:
+                return None
+            self.compiler.detached = layout.plan.detached if solution is layout.own else ()
+            found = self.ledger.compile(layout.graph, solution, layout.plan.fence)
+            if found is None:
+                return None
+            beyond = found.peak_nbytes - self.room
+            if beyond <= 0:
+                return self._as_planned(found)
+            if beyond > MOST_MISSING * found.compiled.memory.temporaries_nbytes:
+                return None
+            # A tenth more than is missing, so that the next one does not miss.
+            self.temporaries_nbytes = layout.temporaries_nbytes(solution) - int(1.1 * beyond)
+        return None
+
+    def _chosen(self, layout: _Layout) -> Solution | None:
+        """Return the schedule to compile next: the neighbour's, where it fits and uses the room, else the cheapest.
+        None where there is none, or it takes too long.
+        """
+        most, graph, own = self.temporaries_nbytes, layout.graph, layout.own
+        tried = any(each.solution is own for each in self.ledger.compiled)
+        left = most - layout.temporaries_nbytes(own)
+        again = extra_seconds(graph, own.schedule) > graph.extra_seconds
+        if left >= 0 and not tried and (self.ledger.solved or not again or left <= UNUSED * most):
+            return own
+        if self.solved is not None:
+            return self._saving_less(*self.solved) if self.solved[0] is layout else None
+        if not self.ledger.solved:
+            found = self.ledger.tried(graph, graph.base_nbytes + int((1 - SAFETY) * most))
+            if found is not None and self._is_worth(layout, found):
+                self.solved = layout, found
+                return found
+        return own if left >= -UNSURE * most and not tried else None
+
+    def _saving_less(self, layout: _Layout, solution: Solution) -> Solution | None:
+        """Return a solution without some of what it saves, so that it fits; None where that takes too long."""
+        graph, most = layout.graph, self.temporaries_nbytes
+        less = (replace(solution, schedule=each) for each in saving_less(graph, solution.schedule))
+        able = (each for each in less if layout.temporaries_nbytes(each) <= most)
+        found = min(able, key=lambda each: extra_seconds(graph, each.schedule), default=None)
+        return found if found is not None and self._is_worth(layout, found) else None
+
+    def _cheapest(self, form: Variant) -> _Layout | None:
+        """Return the plan in a form, or with rows in more chunks, where these promise to fit and to cost less; None
+        where it is the plan of another program.
+        """
+        first = self._laid_out(form)
+        if first is None or first.temporaries_nbytes(first.own) <= self.temporaries_nbytes:
+            return first
+        layouts = [first, *filter(None, map(self._laid_out, self._deeper(form)))]
+        return min(layouts, key=self._promise)
+
+    def _laid_out(self, form: Variant) -> _Layout | None:
+        """Return the neighbour's plan on this step in a form; None where that has other equations or cannot be made."""
+        if form not in self.layouts:
+            self.layouts[form] = None
+            make = partial(self._layout, form)
+            # A pattern may match nothing of this form, or pins may be others.
+            with suppress(HintError, SolverError):
+                self.layouts[form] = self.problem.defects.attempted("rewriting", make, form)
+        return self.layouts[form]
+
+    def _layout(self, form: Variant) -> _Layout | None:
+        problem, like = self.problem, self.like
+        bare = problem.bare(form, pinned=True)
+        before, now = Outline.parse(like.outline), Outline.of(problem.form(form))
+        if len(before.matches(now)) < MATCHED * len(now.words):
             return None
-        more = simulate(self.graph, solution.schedule).extra_seconds / (self.graph.step_seconds or 1.0)
-        if more > max(self.plan.overhead, 0.0) + MORE:
-            logger.info("the plan for other shapes would take %.2f %% longer", 100 * more)
-            return None
-        self.compiler.detached = detached
-        return self.ledger.compile(self.graph, solution, self.plan.fence)
+        plan = like if before.numbers == now.numbers else _renumbered(like, before, now, bare)
+        graph = replace(
+            plan.with_scratch(plan.layout(bare)),
+            base_nbytes=self.base_nbytes,
+            step_seconds=problem.estimated.step_seconds,
+            extra_seconds=self.graphs.variants.estimate(form).more_seconds if form else 0.0,
+            # What is small follows the shapes: more of a smaller step is.
+            small_nbytes=max(bare.small_nbytes, like.small_nbytes),
+        )
+        return _Layout(plan, graph, Solution(check(graph, plan.schedule(graph)), solver=plan.solver))
+
+    def _deeper(self, form: Variant) -> list[Variant]:
+        """Return the same with rows in more chunks, of one region after the other."""
+        sites = {each.rule: each for each in self.graphs.variants.others}
+        found = []
+        for choice in form.choices:
+            if choice.rule == ROWS:
+                able = sorted(own for site, own in sites[ROWS].estimates if site == choice.site)
+                more = [own for own in able if own > choice.setting][:MORE_CHUNKS]
+                found += [form.also(choice._replace(setting=own)) for own in more]
+        return found
+
+    def _promise(self, layout: _Layout) -> float:
+        """Return what a plan takes that fits in this layout: the neighbour's, else that of a minimum cut."""
+        graph, own, most = layout.graph, layout.own, self.temporaries_nbytes
+        if layout.temporaries_nbytes(own) > most:
+            own = MinCut().solve(graph, graph.base_nbytes + most, time_limit=self.ledger.time_limit)
+            if layout.temporaries_nbytes(own) > most:
+                return inf
+        return extra_seconds(graph, own.schedule)
+
+    def _is_worth(self, layout: _Layout, solution: Solution) -> bool:
+        """Return whether a schedule takes about as long as the neighbour's, or no other form promises a good deal
+        less.
+        """
+        graph = layout.graph
+        step = graph.step_seconds or 1.0
+        before, more = (extra_seconds(graph, each.schedule) / step for each in (layout.own, solution))
+        if more <= max(before, self.like.overhead, 0.0) + MORE:
+            return True
+        if (better := self._promised(layout, PROMISED * more * step)) is not None:
+            logger.info("the plan for other shapes would take %.2f %% longer: %s may do", 100 * more, better)
+        return better is None
+
+    def _promised(self, layout: _Layout, seconds: float) -> Variant | None:
+        """Return a form that promises to fit and to take less than so many seconds longer than the step as it is
+        written, by a minimum cut of its sketch.
+        """
+        variants, plain = self.graphs.variants, self.graphs.plain
+        room = self.base_nbytes + self.temporaries_nbytes
+        for variant in (PLAIN, *variants.exact()):
+            more = variants.estimate(variant).more_seconds
+            sketch = variants.sketch(plain, variant) if variant else plain
+            if more >= seconds or sketch is None or variant == layout.graph.form:
+                continue
+            cut = MinCut().solve(sketch, room, time_limit=self.ledger.time_limit).schedule
+            profile = simulate(sketch, cut)
+            if profile.peak_nbytes <= room and profile.extra_seconds + more < seconds:
+                return variant
+        return None
 
     def _as_planned(self, found: CompiledCandidate) -> Planned:
         problem = self.problem
@@ -156,7 +344,42 @@ class _Neighbour:
             margin_nbytes=self.margin,
             compile_count=problem.compilations.count,
         )
-        plan = replace(plan, **compiled_facts(problem, found), like=self.plan.fingerprint)
+        plan = replace(plan, **compiled_facts(problem, found), like=self.like.fingerprint)
         if problem.compiles_to_run:
             return Planned(plan, found.jitted, found.compiled)
         return planned(problem, plan, self.request.planning, found.jitted, found.compiled)
+
+
+def _renumbered(plan: Plan, before: Outline, now: Outline, graph: Graph) -> Plan:
+    """Return a plan in the numbers of another form: of the equations that are in both. Of the others what the form's
+    own graph says holds, and stages begin also where they must.
+
+    **Arguments:** the outline of the plan's form, and that of the other one with its `graph`.
+    """
+    nodes = before.matches(now)
+    starts, places = before.starts, now.starts
+
+    def value(v: int) -> list[int]:
+        node = bisect_right(starts, v) - 1
+        return [places[nodes[node]] + v - starts[node]] if node in nodes else []
+
+    def stage(node: int) -> int:
+        """Return where a stage begins: with the first equation from there on that is in both."""
+        return next((nodes[i] for i in range(node, len(before.words)) if i in nodes), len(graph.nodes))
+
+    cuts = {stage(start) for start, _ in plan.stages}
+    fixed = {each.start for each in uncut(graph)}
+    begins = sorted(fixed | {n for n in cuts if graph.forward_stop < n < len(graph.nodes)})
+    number = {k: bisect_right(begins, stage(start)) - 1 for k, (start, _) in enumerate(plan.stages)}
+    new = set(range(len(graph.nodes))).difference(nodes.values())
+    written = {v for n in new for v in graph.nodes[n].outputs if graph.values[v].materialised}
+    return replace(
+        plan,
+        stages=tuple(zip(begins, [*begins[1:], len(graph.nodes)], strict=True)),
+        materialised=tuple(sorted(written.union(*map(value, plan.materialised)))),
+        unrepeated=tuple(sorted(nodes[n] for n in plan.unrepeated if n in nodes)),
+        saved=tuple(sorted({own for v in plan.saved for own in value(v)})),
+        scratch=tuple((nodes[n], share) for n, share in plan.scratch if n in nodes),
+        kept=tuple(sorted({(own, number[k]) for v, k in plan.kept for own in value(v)})),
+        detached=(),
+    )

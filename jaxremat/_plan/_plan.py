@@ -1,5 +1,6 @@
 """The plans: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from .._model._graph import Graph
 from .._model._host_copies import HostCopy
 from .._model._optimizer_updates import with_updates
 from .._model._schedule import Passing, Schedule, close_over_dependencies
-from .._model._variant import Variant
+from .._model._variant import ROWS, Variant
 from .._report import Report
 from .._report._actions import Action, Actions
 from .._report._loop_forms import LoopForm
@@ -97,6 +98,7 @@ class Plan(Outcome, Written):
     - `fingerprint`: of the program. `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded`: for the emitter. `unrepeated` are the operations that may not run twice; some of them, such as
       collectives, only the compiled plain step shows.
+    - `scratch`: scratch memory of equations, as multiples of what they read of computed values.
     - `detached`: operands of barriers that stand behind their own barriers, so that XLA does not overwrite them while
       they are read.
     - `on_host`: positions, among the leaves of the traced arguments, of those that stay in host memory between steps,
@@ -105,8 +107,8 @@ class Plan(Outcome, Written):
     - `unproved`: parts of the form that were not proved to compute the step before it was compiled, in words; the
       library's tests compare their numbers. Empty where nothing was compiled.
     - `decided`: how many values and bytes are saved because decisions run once.
-    - `structure`: of the step, equal for steps that differ only in shapes. `like`: the fingerprint of the plan of such
-      a step from which this one was made, or "".
+    - `structure`: of the step, equal for steps that differ only in shapes. `outline`: of the equations of the form.
+      `like`: the fingerprint of the plan of such a step from which this one was made, or "".
     - `made_for`: the arguments, mesh and version of jax; None in plans of earlier versions.
     """
 
@@ -126,6 +128,8 @@ class Plan(Outcome, Written):
     detached: tuple[Passing, ...] = ()
     made_for: MadeFor | None = None
     structure: str = ""
+    outline: str = ""
+    scratch: tuple[tuple[int, float], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -154,6 +158,16 @@ class Plan(Outcome, Written):
         graph = replace(graph, nodes=nodes, values=values, small_nbytes=self.small_nbytes)
         cuts = [*(start for start, _ in self.stages), len(graph.nodes)]
         return replace(graph, stages=with_updates(graph, cuts))
+
+    def with_scratch(self, graph: Graph) -> Graph:
+        """Return the graph with this plan's scratch memory: of rows in chunks it is that of one of them."""
+        chunks = math.prod(n for (n,) in self.form.settings(ROWS).values())
+        here = math.prod(n for (n,) in graph.form.settings(ROWS).values())
+        nodes = [*graph.nodes]
+        for n, share in self.scratch:
+            nbytes = share * graph.computed_nbytes(n) * (chunks / here if nodes[n].primitive == "jit" else 1)
+            nodes[n] = replace(nodes[n], workspace_nbytes=int(nbytes))
+        return replace(graph, nodes=tuple(nodes))
 
     def schedule(self, graph: Graph) -> Schedule:
         """Return the schedule of this plan on a graph that has its layout."""

@@ -31,6 +31,7 @@ from .._report._loop_forms import loop_forms
 from .._report._outcome import Collectives
 from .._report._planning_time import PlanningTime
 from .._rewrite._encodings import BY_CODE
+from .._rewrite._fingerprint import Outline
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError, warn
@@ -266,6 +267,12 @@ def plan_of(
         alive=(),
         fingerprint=problem.fingerprint,
         structure=problem.structure,
+        outline=str(Outline.of(form)),
+        scratch=tuple(
+            (n.id, n.workspace_nbytes / computed)
+            for n in graph.nodes
+            if n.workspace_nbytes > graph.small_nbytes and (computed := graph.computed_nbytes(n.id))
+        ),
         made_for=made_for(problem.program, problem.args, problem.kwargs),
         stages=tuple((s.start, s.stop) for s in graph.stages),
         materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),

@@ -120,7 +120,7 @@ class Problem:
 
     @cached_property
     def structure(self) -> str:
-        """What tells the program from others but those that differ in shapes alone."""
+        """What tells the program from others but those that differ in shapes alone, and in what follows these."""
         return structure(self.traced)
 
     @cached_property

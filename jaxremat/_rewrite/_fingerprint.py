@@ -1,16 +1,21 @@
 """Traced step -> hashes: of equal fingerprints two programs can follow the same plan; of equal structure they have the
-same equations but for shapes, so that the plan of one says much of the other.
+same equations but for shapes, so that the plan of one says much of the other. `Outline` says which equations those are.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax.extend.core as jex
 
+from .._model._variant import ROWS
 from .._program import _compat
 from .._program._compat import Atom
+from ._flat_program import within
 from ._selections import INSTEAD
 from ._trace import Traced
 
@@ -60,22 +65,104 @@ def fingerprint(traced: Traced) -> str:
 
 
 def structure(traced: Traced) -> str:
-    """Return a hash of the normalised program without types and parameters: primitives, name stacks, data flow and the
-    lengths of loops, in order.
+    """Return a hash of what the normalised program consists of: arguments, loops, primitives and name stacks. Types,
+    parameters, numbers of iterations and the order, which follows sizes, tell nothing apart.
     """
-    jaxpr = traced.jaxpr.jaxpr
-    index: dict[Any, int] = {}
-    digest = hashlib.sha256()
+    loops = [(loop.group, loop.role, loop.parent) for loop in traced.loops]
+    made = Outline.of(traced)
+    told = f"{made.arguments};{traced.donated};{loops};{sorted(made.words)}"
+    return hashlib.sha256(told.encode()).hexdigest()
 
-    def define(variables: Iterable[jex.Var]) -> str:
-        return ",".join(str(index.setdefault(v, len(index))) for v in variables)
 
-    loops = [(loop.group, loop.length, loop.role, loop.parent) for loop in traced.loops]
-    digest.update(f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{loops}".encode())
-    for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
-        ins = ["" if _compat.is_literal(a) else str(index[a]) for a in eqn.invars]
-        stack = _compat.name_stack_text(eqn)
-        digest.update(
-            f"{define(eqn.outvars)}={eqn.primitive.name} {' '.join(ins)} {stack} {loop_of}\n".encode()
+@dataclass(frozen=True)
+class Outline:
+    """What tells equations of two forms of a step apart, and values by the equations that make them.
+
+    **Fields:** `arguments` how many values are arguments and constants; `lengths` of the loops; `rows` the regions that
+    the form has in chunks, by their numbers, which follow sizes, and by name; `words` of the equations, in order, each
+    made of its primitive, its name stack and the loops around it, with the number of its results.
+    """
+
+    arguments: int
+    lengths: tuple[int, ...]
+    rows: tuple[tuple[int, str], ...]
+    words: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, traced: Traced) -> "Outline":
+        """Return that of a form."""
+        jaxpr = traced.jaxpr.jaxpr
+        found = []
+        for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
+            around = [traced.loops[each].role for each in within(loop_of, traced.loops)]
+            found.append((_word(eqn, around), len(eqn.outvars)))
+        arguments = len(jaxpr.constvars) + len(jaxpr.invars)
+        chosen = sorted(traced.form.settings(ROWS))
+        names = region_names(traced) if chosen else []
+        rows = tuple((site, names[site]) for site in chosen)
+        return cls(arguments, traced.sites.lengths, rows, tuple(found))
+
+    def __str__(self) -> str:
+        rows = ",".join(f"{site}:{name}" for site, name in self.rows)
+        words = (f"{name}{count:x}" for name, count in self.words)
+        return " ".join((str(self.arguments), ",".join(map(str, self.lengths)), rows, *words))
+
+    @classmethod
+    def parse(cls, text: str) -> "Outline":
+        """Return the outline that is written so."""
+        arguments, lengths, rows, *words = text.split(" ")
+        named = (each.split(":") for each in rows.split(",") if each)
+        return cls(
+            int(arguments),
+            tuple(map(int, filter(None, lengths.split(",")))),
+            tuple((int(site), name) for site, name in named),
+            tuple((word[:HASHED], int(word[HASHED:], 16)) for word in words),
         )
-    return digest.hexdigest()
+
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        """What equations and values are numbered by: forms in which these are equal can follow the same numbers."""
+        return self.arguments, self.words
+
+    @property
+    def starts(self) -> list[int]:
+        """The first value of each equation, by its number in a graph."""
+        return [*accumulate((count for _, count in self.words), initial=self.arguments)]
+
+    def matches(self, other: "Outline") -> dict[int, int]:
+        """Return the equations of another form by those of this one: of equal words the first, the second and so
+        on.
+        """
+        places: dict[tuple[str, int], list[int]] = {}
+        for i, word in enumerate(other.words):
+            places.setdefault(word, []).append(i)
+        found: dict[int, int] = {}
+        seen: Counter[tuple[str, int]] = Counter()
+        for i, word in enumerate(self.words):
+            if seen[word] < len(places.get(word, ())):
+                found[i] = places[word][seen[word]]
+            seen[word] += 1
+        return found
+
+
+def region_names(traced: Traced) -> list[str]:
+    """Return names of a step's regions of rows: of most of the step, or by the equations of each, and a number for
+    those that have the same.
+    """
+    eqns, seen = traced.merged.program.eqns, Counter[str]()
+    found = []
+    for region in traced.sites.regions:
+        words = " ".join(sorted(_word(eqns[i]) for i in region.rules))
+        name = "whole" if region.whole else hashlib.sha256(words.encode()).hexdigest()[:HASHED]
+        found.append(f"{name}{seen[name] or ''}")
+        seen[name] += 1
+    return found
+
+
+def _word(eqn: jex.JaxprEqn, around: Sequence[str] = ()) -> str:
+    told = f"{eqn.primitive.name} {_compat.name_stack_text(eqn)} {around}"
+    return hashlib.sha256(told.encode()).hexdigest()[:HASHED]
+
+
+HASHED = 5
+"""Hexadecimal digits of a word: a million, of which a step has some hundreds."""

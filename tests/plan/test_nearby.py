@@ -15,9 +15,9 @@ import jaxremat
 from jaxremat import JaxrematWarning, Plan, PlanMismatchError
 from jaxremat._compiler._memory_stats import MemoryStats
 from jaxremat._compiler._program import Program
-from jaxremat._model._variant import COPIES, Variant
+from jaxremat._model._variant import COPIES, PLAIN, Variant
 from jaxremat._plan import _nearby
-from jaxremat._plan._nearby import MORE
+from jaxremat._plan._nearby import MORE, _Neighbour
 
 WEIGHTS = [jnp.full((64, 64), 0.01, jnp.float32)] * 8
 
@@ -120,14 +120,17 @@ def test_the_cache_has_neighbours(folder: Path) -> None:
     assert not step(budget - 64).plan(WEIGHTS, batch(960)).like, "another budget's plan is no neighbour"
 
 
-def test_what_costs_more_than_its_neighbour_is_planned_afresh(
+def test_what_costs_more_than_its_neighbour_is_planned_afresh_where_another_form_promises_more(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The neighbour's plan is the first candidate: one that fits is taken up to the limit, and not beyond."""
-    budget = budget_of(1100)
-    assert step(budget, like=plan).plan(WEIGHTS, batch(1100)).like
-    monkeypatch.setattr(_nearby, "MORE", -1.0)
-    assert not step(budget, like=plan).plan(WEIGHTS, batch(1100)).like
+    """A schedule that is slower than the neighbour's is taken unless another form promises a good deal less."""
+    tight = budget_of(1024, 0.7)
+    assert step(tight, like=plan).plan(WEIGHTS, batch(1024)).like
+    monkeypatch.setattr(_nearby, "MORE", 0.0)
+    found = step(tight, like=plan).plan(WEIGHTS, batch(1024))
+    assert found.like and found.overhead > plan.overhead, "nothing promises to cost half as much"
+    monkeypatch.setattr(_Neighbour, "_promised", lambda *_: PLAIN)
+    assert not step(tight, like=plan).plan(WEIGHTS, batch(1024)).like
 
 
 def test_what_the_neighbours_plan_cannot_fit_is_planned_afresh(plan: Plan) -> None:
