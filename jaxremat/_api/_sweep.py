@@ -20,7 +20,7 @@ from .._plan._plan import Plan
 from .._plan._plan_cache import keep, key_of, recall
 from .._plan._problem import Problem
 from .._plan._request import Request, takes_planning
-from .._plan._verify import make_plan, make_plan_of
+from .._plan._verify import Before, make_plan, make_plan_of
 from .._runtime._budgets import Budget, parse_margin, with_margin
 from .._runtime._cache_folder import cache_dir
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError
@@ -107,6 +107,7 @@ class _Sweep:
         planning = self.request.planning
         self.solver = planning.solver
         self.key = key_of(self.problem, planning, {"sweep": repr(planning.workspace_margin)})
+        self.before = Before()
 
     @functools.cached_property
     def baseline(self) -> Baseline | None:
@@ -166,6 +167,10 @@ class _Sweep:
             found = make()
             if path is not None:
                 keep(path, json.dumps(found))
+        if (
+            found.get("plan") is not None
+        ):  # so that a sweep that goes on knows as much as one that was not interrupted
+            self.before.rounds += _plan(found).rounds
         return found
 
     def _plain(self) -> dict[str, Any]:
@@ -177,7 +182,8 @@ class _Sweep:
         }
 
     def _planned(self, budget: Budget) -> Plan:
-        return make_plan(self.problem, replace(self.request, budget=budget), self.baseline).plan
+        asked = replace(self.request, budget=budget)
+        return make_plan(self.problem, asked, self.baseline, self.before).plan
 
     def _within(self, budget: Budget) -> Plan | None:
         try:
@@ -236,7 +242,9 @@ class _Sweep:
             proven = max(bound.seconds - price * best.peak_nbytes, best.graph.extra_seconds, 0.0)
             solution = replace(best.solution, lower_bound=proven / (best.graph.step_seconds or 1.0))
             entry = self._entry(
-                make_plan_of(self.problem, self.request, best.graph, solution, self.baseline).plan
+                make_plan_of(
+                    self.problem, self.request, best.graph, solution, self.baseline, self.before
+                ).plan
             )
         return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
 
@@ -264,7 +272,7 @@ class _Sweep:
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         found = Policy(name, profile.peak_nbytes, None, overhead, None)
         if verify and overhead <= MOST_OVERHEAD:
-            plan = make_plan_of(self.problem, self.request, graph, solution, self.baseline).plan
+            plan = make_plan_of(self.problem, self.request, graph, solution, self.baseline, self.before).plan
             found = replace(
                 found,
                 compiled_peak_nbytes=plan.compiled_peak_nbytes,

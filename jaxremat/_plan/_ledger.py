@@ -5,6 +5,7 @@ Invariant: no answer is worse, by the model, than one that the solver gave befor
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -198,7 +199,8 @@ class Ledger:
 
     **Fields:** the user's `solver` and its `time_limit` for each solve; the `effort` that the search takes; the
     `compiler`, None where nothing is to be compiled; `compiled` candidates in order; `seconds` spent in solvers; the
-    schedules that were `solved`, within other allowances too; `failed` the `id`s of graphs of which no program came.
+    schedules that were `solved`, within other allowances too; `failed` the `id`s of graphs of which no program came;
+    the `rounds` of plans for other budgets, which say how the model errs.
     """
 
     solver: Solver
@@ -209,11 +211,23 @@ class Ledger:
     seconds: float = 0.0
     solved: list[tuple[Graph, Schedule, Profile]] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
+    rounds: Sequence[Round] = ()
 
     def __post_init__(self) -> None:
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is asked too.
         self.of_least: tuple[Solver, ...] = (self.solver, MinCut())
         self._lowest: dict[tuple[int, int], Solution] = {}  # by `id`s of a graph and a solver
+
+    def beyond_nbytes(self, graph: Graph, budget: int, within_nbytes: float) -> int:
+        """Return what compiled peaks of a variant are above predicted ones at about a budget, by plans for others; 0
+        where none says.
+        """
+        near = (each for each in self.rounds if each.form == graph.form)
+        by_distance = {abs(each.compiled_peak_nbytes - budget): each for each in near}
+        nearest = by_distance.get(min(by_distance, default=0))
+        if nearest is None or abs(nearest.compiled_peak_nbytes - budget) > within_nbytes:
+            return 0
+        return nearest.compiled_peak_nbytes - nearest.predicted_peak_nbytes
 
     def some(self) -> list[CompiledCandidate]:
         """Return what was compiled. **Raises:** `NoProgramError` where that is nothing."""

@@ -339,7 +339,11 @@ class Search:
             (own or alike)[-1:] if candidate.graph.host is not None else []
         )  # of copies the model is least sure
         candidate.error_seconds = sum(each.seconds - each.profile.extra_seconds for each in last)
-        allowance = next_allowance(own or alike, budget) if alike else budget
+        if alike:
+            allowance = next_allowance(own or alike, budget)
+        else:
+            near = NEAR * self.temporaries_nbytes
+            allowance = budget - self.ledger.beyond_nbytes(candidate.graph, budget, near)
         if candidate.allowance != allowance:
             candidate.allowance, candidate.pending = allowance, None
 

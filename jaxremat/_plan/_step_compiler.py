@@ -8,7 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -84,13 +84,17 @@ def compile_schedule(
         known.passing = tuple(sorted({*known.passing, *more}))
 
 
+Compiled = dict[tuple[Any, ...], CompiledCandidate]
+"""What was compiled, by form, stages, schedule and barriers."""
+
+
 @dataclass
 class StepCompiler:
-    """Compiles solutions of one step.
+    """Compiles solutions of one step, none twice.
 
     **Fields:** `problem`; `stopwatch` since planning began; `plain_seconds` gives what overheads are counted from, None
     where that is not known; `to_run`, `detached`, and `arrays` by form as of `compile_schedule`; `count` of what was
-    tried.
+    tried; `known` what was compiled, which plans for other budgets may share.
     """
 
     problem: Problem
@@ -100,11 +104,20 @@ class StepCompiler:
     arrays: defaultdict[Variant, set[Var]] = field(default_factory=lambda: defaultdict(set))
     detached: Sequence[Passing] = ()
     count: int = 0
+    known: Compiled = field(default_factory=dict)
 
     def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
         """Return a solution compiled with a form of barriers, None where no program came of it."""
+        stages = tuple(stage.start for stage in graph.stages)
+        key = graph.form, stages, solution.schedule, fence, tuple(self.detached), self.to_run
+        if key in self.known:
+            ended = self.stopwatch.seconds
+            return replace(self.known[key], graph=graph, solution=solution, ended_seconds=ended)
         make = partial(self._compiled, graph, solution, fence)
-        return self.problem.defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
+        found = self.problem.defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
+        if found is not None:
+            self.known[key] = found
+        return found
 
     def _compiled(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         schedule, profile = solution.schedule, simulate(graph, solution.schedule)

@@ -6,7 +6,7 @@ plan that fits. Nothing that exceeds the budget is returned.
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ from .._model._pins import offloading, staying
 from .._model._schedule import save_all
 from .._model._simulate import simulate
 from .._report._account import account_of_plain
+from .._report._outcome import Round
 from .._runtime._budgets import parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, warn
 from .._runtime._progress import Stopwatch, timed
@@ -31,7 +32,7 @@ from ._refusal import Least, UnpinnedGraphs, blamed, compiled, infeasible, predi
 from ._request import Request
 from ._search import Search
 from ._state_on_host import advice
-from ._step_compiler import StepCompiler
+from ._step_compiler import Compiled, StepCompiler
 
 _ROUNDS = {"normal": 3, "thorough": 7}
 """Schedules that are compiled in search of the best, at most: of each kind."""
@@ -44,29 +45,44 @@ SURELY = 0.5
 and nothing else is made."""
 
 
-def make_plan(problem: Problem, request: Request, baseline: Baseline | None = None) -> Planned:
+@dataclass
+class Before:
+    """What plans of a step for other budgets have found: what was `compiled`, and the `rounds` of those plans."""
+
+    compiled: Compiled = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+
+
+def make_plan(
+    problem: Problem, request: Request, baseline: Baseline | None = None, before: Before | None = None
+) -> Planned:
     """Plan a step for its arguments.
 
-    **Arguments:** `baseline` of the step, where it is measured already.
+    **Arguments:** `baseline` of the step, where it is measured already; `before` what was found on it.
 
     **Raises:** `InfeasibleBudgetError`, `BudgetError`, `SolverError`.
     """
     with timed() as stopwatch:
-        found = _Planner(problem, request, stopwatch, baseline).run()
+        found = _Planner(problem, request, stopwatch, baseline, before or Before()).run()
     warn_of(found.plan)
     return found
 
 
 def make_plan_of(
-    problem: Problem, request: Request, graph: Graph, solution: Solution, baseline: Baseline | None
+    problem: Problem,
+    request: Request,
+    graph: Graph,
+    solution: Solution,
+    baseline: Baseline | None,
+    before: Before | None = None,
 ) -> Planned:
     """Return the plan of a schedule that is known already, whose budget is what it needs; the request's is not
     looked at.
 
-    **Arguments:** `baseline` of the step, None where nothing is to be compiled.
+    **Arguments:** `baseline` of the step, None where nothing is to be compiled; `before` as of `make_plan`.
     """
     with timed() as stopwatch:
-        found = _Planner(problem, request, stopwatch, baseline).follow(graph, solution)
+        found = _Planner(problem, request, stopwatch, baseline, before or Before()).follow(graph, solution)
     warn_of(found.plan)
     return found
 
@@ -81,6 +97,7 @@ class _Planner:
     request: Request
     stopwatch: Stopwatch
     baseline: Baseline | None
+    before: Before
     margin_nbytes: int = 0
 
     def __post_init__(self) -> None:
@@ -274,7 +291,11 @@ class _Planner:
         if (compiled := baseline.measured or (baseline.tagged_form and baseline.tagged)) is not None:
             self.effort.compile_seconds = compiled.compile_seconds
         compiler = StepCompiler(
-            self.problem, self.stopwatch, lambda: baseline.seconds, arrays=baseline.detached
+            self.problem,
+            self.stopwatch,
+            lambda: baseline.seconds,
+            arrays=baseline.detached,
+            known=self.before.compiled if pinned else {},
         )
         return self._search(graphs, compiler)
 
@@ -283,7 +304,7 @@ class _Planner:
         planning = self.request.planning
         return Search(
             graphs,
-            Ledger(planning.solver, self.effort, planning.time_limit, compiler),
+            Ledger(planning.solver, self.effort, planning.time_limit, compiler, rounds=self.before.rounds),
             self._searched_nbytes(),
             self.baseline.written_nbytes if compiler and self.baseline else None,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from chains import make_step
 from zoo import BY_NAME
 
 import jaxremat
@@ -28,6 +29,7 @@ from jaxremat import (
 )
 from jaxremat._compiler._devices import measure_cpu
 from jaxremat._plan import _problem as problem_module
+from jaxremat._plan import _step_compiler
 
 CASE = BY_NAME["custom_vjp"]
 ARGS = jax.eval_shape(CASE.make_args)
@@ -86,6 +88,22 @@ def test_a_budget_of_a_sweep_takes_one_compilation(frontier: Frontier) -> None:
     """The plain step is compiled for all of them, and a solve knows about where to aim."""
     counts = [point.plan.compile_count for point in frontier if point.kind in ("budget", "hull")]
     assert counts and max(counts) == 1
+
+
+def test_a_sweep_compiles_no_schedule_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What budgets, vertices and rules have compiled is known to the others."""
+    found: list[Any] = []
+    own = _step_compiler.compile_schedule
+
+    def compiled(problem: Any, graph: Any, schedule: Any, fence: str, *args: Any, **kwargs: Any) -> Any:
+        found.append((graph.form, tuple(s.start for s in graph.stages), schedule, fence))
+        return own(problem, graph, schedule, fence, *args, **kwargs)
+
+    monkeypatch.setattr(_step_compiler, "compile_schedule", compiled)
+    step, weights, x = make_step(), [jax.ShapeDtypeStruct((64, 64), "float32")] * 8, (1024, 64)
+    frontier = jaxremat.sweep(step, weights, jax.ShapeDtypeStruct(x, "float32"), points=8)
+    assert len(frontier) > 4 and len(found) > 4
+    assert len(found) == len(set(found)), "a schedule was compiled twice"
 
 
 def test_no_plan_of_the_sweep_is_better_than_the_point_of_a_budget(frontier: Frontier) -> None:
