@@ -3,7 +3,8 @@
     python -m examples.benchmarks.planning demo "gpt of 4 layers" --save
 
 Each step is compiled plainly, planned for a share of its temporaries, and planned once more from the cache of plans, in
-three processes that know nothing of each other but that cache; JAX's own is off. *To a plan* is when the first plan was
+three processes that know nothing of each other but that cache; JAX's own is off. A fourth plans the step for fewer
+examples, near what the cache has. `--shares sweep` plans eight budgets in one. *To a plan* is when the first plan was
 certified that fits, *to run* when what runs is compiled. Seconds are of all cores together, with the solver's process,
 so that a busy machine counts little; compilations are those of the whole step, and in brackets of single operations.
 """
@@ -37,6 +38,9 @@ from jaxremat._cli._demo_net import ResNet, initial_state, train_step
 from jaxremat._compiler._program import Program
 from jaxremat._plan._ledger import Ledger
 
+FEWER, POINTS = 0.9, 8
+"""How many examples of a batch another batch has, and the budgets of a sweep."""
+
 DEMO = "demo"
 """The ResNet-14 of `jaxremat demo`."""
 
@@ -44,12 +48,16 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 """A step, its arguments as shapes and types, and which of them it donates."""
 
 
-def step_of(name: str, scale: str) -> Step:
-    """The step of a name, a new function on each call."""
+def step_of(name: str, scale: str, examples: float = 1.0) -> Step:
+    """The step of a name, a new function on each call. **Arguments:** `examples` the share of its batch."""
     if name != DEMO:
         made = program(name, scale=scale)  # type: ignore[arg-type]
+        if examples != 1:
+            batch = jax.tree.leaves(made.abstract_args()[1])[0].shape[0]
+            made = program(name, scale=scale, batch=max(int(examples * batch), 1))  # type: ignore[arg-type]
         return made.step, made.abstract_args(), made.donate_argnums
     side, batch = (32, 48) if scale == "full" else (16, 16)
+    batch = int(examples * batch)
     state = jax.eval_shape(lambda: initial_state(ResNet(), side, 40))
     images = jax.ShapeDtypeStruct((batch, side, side, 1), "float32")
     return lambda *args: train_step(*args), (state, (images, jax.ShapeDtypeStruct((batch,), "int32"))), (0,)
@@ -134,9 +142,9 @@ def plain(name: str, scale: str, target: str | None) -> Record:
     }
 
 
-def planned(name: str, scale: str, target: str | None, budget: int | str) -> Record:
+def planned(name: str, scale: str, target: str | None, budget: int | str, examples: float = 1.0) -> Record:
     """Plan the step, or find its plan in the cache, and compile what runs."""
-    step, args, donated = step_of(name, scale)
+    step, args, donated = step_of(name, scale, examples)
     work = Work(step, budget if isinstance(budget, int) else math.inf)
     made = jaxremat.optimize(budget, donate_argnums=donated, target=target)(step)
     try:
@@ -148,7 +156,18 @@ def planned(name: str, scale: str, target: str | None, budget: int | str) -> Rec
     return work.told() | {
         "peak_nbytes": plan.compiled_peak_nbytes,
         "compiled_overhead": plan.compiled_overhead,
+        "overhead": plan.overhead,
+        "like": bool(plan.like),
     }
+
+
+def swept(name: str, scale: str, target: str | None) -> Record:
+    """Plan the step for several budgets."""
+    step, args, donated = step_of(name, scale)
+    work = Work(step, math.inf)
+    with work.counted():
+        frontier = jaxremat.sweep(step, *args, points=POINTS, donate_argnums=donated, target=target)
+    return work.told() | {"points": len(frontier)}
 
 
 def alone(folder: str, measure: Callable[..., Record], *args: Any) -> Record:
@@ -165,17 +184,24 @@ def _begun(folder: str, measure: Callable[..., Record], *args: Any) -> Record:
     return measure(*args)
 
 
+SWEEP = "sweep"
+
+
 def measured(name: str, scale: str, target: str | None, share: float | str) -> Record:
     """Return what the plain step, its plan and the same plan from the cache take."""
     with tempfile.TemporaryDirectory() as folder:
         run = partial(alone, folder)
         row = {"plain": run(plain, name, scale, target)}
+        if share == SWEEP:
+            return row | {"planned": run(swept, name, scale, target)}
         budget: int | str = "min"
         if not isinstance(share, str):
             budget = row["plain"]["base_nbytes"] + int(share * row["plain"]["temporaries_nbytes"])
         row["planned"] = run(planned, name, scale, target, budget)
         if "least_nbytes" not in row["planned"]:
             row["again"] = run(planned, name, scale, target, budget)
+            if budget != "min":
+                row["nearby"] = run(planned, name, scale, target, budget, FEWER)
     return row | {"budget_nbytes": budget}
 
 
@@ -193,12 +219,12 @@ def markdown(found: Sequence[Record]) -> str:
 
 
 def _of_platform(record: Record) -> str:
-    header = ("step", "budget", "plain", "to a plan", "to run", "from the cache")
-    header += ("compilations", "from the cache", "solves", "memory")
+    header = ("step", "budget", "plain", "to a plan", "to run", "from the cache", "other batch")
+    header += ("compilations", "from the cache", "other batch", "solves", "memory")
     lines = []
     for key, row in record["rows"].items():
         name, share, *before = key.split(" | ")
-        made, again = row["planned"], row.get("again", {})
+        made, again, nearby = row["planned"], row.get("again", {}), row.get("nearby", {})
         seconds = [
             shown(each, field, lambda seconds: f"{seconds:.1f} s")
             for each, field in (
@@ -206,10 +232,12 @@ def _of_platform(record: Record) -> str:
                 (made, "first_cpu_seconds"),
                 (made, "cpu_seconds"),
                 (again, "cpu_seconds"),
+                (nearby, "cpu_seconds"),
             )
         ]
         counts = [
-            f"{each['compilations']} ({each['other_compilations']})" if each else "" for each in (made, again)
+            f"{each['compilations']} ({each['other_compilations']})" if each else ""
+            for each in (made, again, nearby)
         ]
         within = share if share.isalpha() else f"{float(share):.0%}"
         memory = format_nbytes(made["peak_process_nbytes"])
@@ -220,8 +248,9 @@ def _of_platform(record: Record) -> str:
 
 
 LEGEND = """\
-CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. Rows marked *before* are
-of the version that made a graph of every form that its estimate did not rule out.\
+CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. *Other batch*: a process
+that plans nine tenths of the examples near that plan. *Sweep*: eight budgets, with all that they take. Rows marked
+*before* are of the version in which sweeps compiled each budget by itself, and other shapes needed the same chunks.\
 """
 
 NETWORKS = (DEMO, *NAMES, *KINDS, *VARIANTS)

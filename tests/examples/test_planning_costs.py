@@ -8,14 +8,13 @@ import pytest
 from chains import make_step
 
 from examples.benchmarks import planning
-from examples.benchmarks.planning import BENCHMARK, Step, plain, planned
-
-ARGS = ([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, jax.ShapeDtypeStruct((1024, 64), jnp.float32))
+from examples.benchmarks.planning import BENCHMARK, FEWER, POINTS, Step, plain, planned, swept
 
 
-def chain(name: str, scale: str) -> Step:
+def chain(name: str, scale: str, examples: float = 1.0) -> Step:
     """Takes the place of `step_of`."""
-    return make_step(), ARGS, (0,)
+    x = jax.ShapeDtypeStruct((int(1024 * examples), 64), jnp.float32)
+    return make_step(), ([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, x), (0,)
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +31,23 @@ def test_a_plan_from_the_cache_takes_one_compilation_and_no_solve() -> None:
     assert 0 < first["first_cpu_seconds"] <= first["cpu_seconds"]
     assert (again["compilations"], again["other_compilations"], again["solves"]) == (1, 0, 0)
     assert again["peak_nbytes"] == first["peak_nbytes"] <= budget
-    row = {"plain": needs, "planned": first, "again": again, "budget_nbytes": budget}
+    nearby = planned("chain", "tiny", None, budget, FEWER)
+    assert nearby["like"] and nearby["compilations"] <= 2 and nearby["solves"] <= 1
+    assert nearby["peak_nbytes"] <= budget
+    row = {"plain": needs, "planned": first, "again": again, "nearby": nearby, "budget_nbytes": budget}
     text = BENCHMARK.markdown([{"environment": {"platform": "cpu"}, "rows": {"chain | 0.8": row}}])
-    assert f"| {first['compilations']} ({first['other_compilations']}) | 1 (0) | {first['solves']} |" in text
+    assert (
+        f"| {first['compilations']} ({first['other_compilations']}) | 1 (0) | {nearby['compilations']} (0) "
+        in text
+    )
+
+
+def test_a_sweep_is_told() -> None:
+    found = swept("chain", "tiny", None)
+    assert 2 < found["points"] <= POINTS and found["compilations"] < 3 * POINTS
+    row = {"plain": plain("chain", "tiny", None), "planned": found}
+    text = BENCHMARK.markdown([{"environment": {"platform": "cpu"}, "rows": {"chain | sweep": row}}])
+    assert "| chain | sweep |" in text
 
 
 def test_a_budget_that_nothing_fits_is_told() -> None:
