@@ -90,8 +90,8 @@ def plan_nearby(problem: Problem, request: Request) -> Planned | None:
                 return _Neighbour(graphs, request, plan, budget, margin, stopwatch).planned(form)
         if plan in (request.like or ()):
             warnings.warn(
-                f"`like`: the plan of `{plan.step}` has other equations, or uses a form that these shapes or `allow` "
-                "rule out. This step is planned without it.",
+                f"`like`: the plan of `{plan.step}` has other equations, was made by an earlier version, or uses "
+                "a form that these shapes or `allow` rule out. This step is planned without it.",
                 JaxrematWarning,
                 stacklevel=2,
             )
