@@ -4,12 +4,14 @@ python examples/llama_lora.py                                  # LoRA on 8,192 t
 python examples/llama_lora.py --tokens 32768 --budget 74GiB
 python examples/llama_lora.py --full                           # train all weights
 python examples/llama_lora.py --full --offload --layers 80 --width 8192 --hidden 28672   # of a 70B model
+python examples/llama_lora.py --offload --to-host --tokens 1048576 --budget 79GiB
 python examples/llama_lora.py --layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%
 
 This is plain JAX: a decoder with Llama 3's sizes, and a `lax.scan` over its layers. LoRA has frozen weights in bf16 and
 adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam. The code has no `jax.checkpoint`, no
-kernels and no microbatches. With `--offload` the weights of the layers and Adam's moments may be in host memory. The
-arguments are only types and shapes, so nothing is allocated: XLA's compiler reports what the step needs.
+kernels and no microbatches. With `--offload` the planner may keep values in host memory, and the layers' weights and
+Adam's moments, where `--to-host` puts them, as frozen weights have to be. The arguments are only types and shapes, so
+nothing is allocated: XLA's compiler reports what the step needs.
 """
 
 import argparse
@@ -47,6 +49,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help="train all weights instead of adapters")
     parser.add_argument("--offload", action="store_true", help="allow the planner to use host memory")
+    parser.add_argument(
+        "--to-host", action="store_true", help="keep weights of layers and moments there already"
+    )
     parser.add_argument("--recompute-only", action="store_true", help="allow only recomputation")
     parser.add_argument("--save", type=Path, help="add a row to this JSON file")
     return parser.parse_args()
@@ -157,8 +162,10 @@ def main() -> jaxremat.Plan:
     options = parse()
     weights, adapters = shapes(options)
     tokens = jax.ShapeDtypeStruct((options.tokens + 1,), jnp.int32)
-    trained = weights if options.full else adapters
-    state = trained, jax.eval_shape(ADAM.init, trained)
+    moments = jax.eval_shape(ADAM.init, weights if options.full else adapters)
+    if options.to_host:
+        weights["layers"], moments = jaxremat.to_host((weights["layers"], moments))
+    state = weights if options.full else adapters, moments
     step, args = (full_step, (state, tokens)) if options.full else (lora_step, (state, weights, tokens))
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))
     what = "all trained" if options.full else "frozen, with adapters"
@@ -170,6 +177,7 @@ def main() -> jaxremat.Plan:
     target = None if options.target == "cpu" else options.target
     began = time.monotonic()
     forms |= {"offload": "auto"} if options.offload else {}
+    there = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args) if on_host(leaf))
     plan = jaxremat.plan(step, *args, budget=options.budget, donate_argnums=0, target=target, **forms)
     seconds = round(time.monotonic() - began)
     print(plan)
@@ -178,19 +186,32 @@ def main() -> jaxremat.Plan:
         checkpointed = partial(step, by_hand=True)
         needs = jaxremat.memory(checkpointed, *args, donate_argnums=0, target=target)
         print(f"with jax.checkpoint around each layer it needs {jaxremat.format_nbytes(needs.peak_nbytes)}")
-        save(options, plan, needs, count, seconds)
+        save(options, plan, needs, count, seconds, there + plan.on_host_nbytes + plan.offloaded_nbytes)
     return plan
 
 
+def on_host(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Return whether an array is in host memory."""
+    return leaf.sharding is not None and leaf.sharding.memory_kind == "pinned_host"
+
+
 def save(
-    options: argparse.Namespace, plan: jaxremat.Plan, by_hand: jaxremat.MemoryStats, count: int, seconds: int
+    options: argparse.Namespace,
+    plan: jaxremat.Plan,
+    by_hand: jaxremat.MemoryStats,
+    count: int,
+    seconds: int,
+    host_nbytes: int,
 ) -> None:
-    """Add a row to a file of results, or replace the row of the same step."""
+    """Add a row to a file of results, or replace the row of the same step.
+
+    **Arguments:** `count` of the weights; `seconds` that planning took; `host_nbytes` of what is in host memory.
+    """
     asked = {"trained": "all weights" if options.full else "LoRA", "tokens": options.tokens}
     asked |= {"offload": True} if options.offload else {}
     row = {
         **asked,
-        "on host": plan.on_host_nbytes + plan.offloaded_nbytes,
+        "on host": host_nbytes,
         "budget": options.budget,
         "plain": plan.baseline_peak_nbytes,
         "modelled": plan.baseline_modelled,
@@ -198,6 +219,7 @@ def save(
         "by hand modelled": by_hand.modelled,
         "planned": plan.peak_nbytes,
         "overhead": plan.overhead,
+        "step seconds": plan.account.step_seconds * (1.0 + (plan.compiled_overhead or plan.overhead)),
         "compiler": plan.compiler,
         "seconds": seconds,
     }

@@ -2,7 +2,8 @@
 by row, in host memory.
 
 Where the planner may use that memory and nothing fits on the device, or only what is expensive, it decides so by
-itself. Arguments that are donated are given up when they are moved, as by the step itself.
+itself; and where the least memory is asked for. Arguments that are donated are given up when they are moved, as by the
+step itself.
 """
 
 from collections.abc import Callable, Collection
@@ -19,7 +20,7 @@ from .._plan._plan import Plan
 from .._plan._planned import Planned
 from .._plan._problem import Problem
 from .._plan._request import Offload, Request
-from .._plan._state_on_host import beside, certainly_missing, is_dear, missing_nbytes, movable, seconds
+from .._plan._state_on_host import beside, best, certainly_missing, is_dear, missing_nbytes, movable
 from .._program._compat import Args, Kwargs
 from .._program._host_arguments import is_there, to_host
 from .._runtime._budgets import Share, read_budget
@@ -71,6 +72,7 @@ class Arrangement:
             return agreed(*self.prepare(*self.arranged(given, args, kwargs)), given)
         problem, request = self.prepare(args, kwargs)
         might, refused = movable(problem), None
+        least = read_budget(request.budget) == "min"
         found: list[Planned] = []
         if might.sizes and (missing := certainly_missing(problem, request)):
             # nothing is to be compiled to know that it does not fit
@@ -80,7 +82,7 @@ class Arrangement:
             try:
                 found.append(agreed(problem, request, None))
                 plan = found[0].plan
-                tries = might.all_of_each() if is_dear(plan) else []
+                tries = might.everything() if least else might.all_of_each() if is_dear(plan) else []
                 step_seconds, budget = plan.account.step_seconds, plan.budget_nbytes
             except InfeasibleBudgetError as error:
                 refused, tries = error, might.tries(missing_nbytes(error, request))
@@ -92,12 +94,12 @@ class Arrangement:
             except InfeasibleBudgetError as error:
                 refused = error
             else:
-                if not is_dear(found[-1].plan):
+                if not is_dear(found[-1].plan) and not least:
                     break
         if not found:
             assert refused is not None
             raise refused
-        return _said(min(found, key=lambda each: seconds(each.plan)))
+        return _said(best(found, least=least))
 
     def _without(
         self,

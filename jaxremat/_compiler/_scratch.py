@@ -7,13 +7,14 @@ Copies of operands in another layout or with padding and library scratch appear 
 equation's value counts for the equations whose kernels read it, directly or through kernels of no equation, or for the
 one whose kernel it is of where nothing does. A copy of an argument alone is made at any time, and counts for all that
 run while it is there; but not a copy of an argument as it is, which the program's order needs because something
-overwrites the argument before its last reader; nor one from host memory, which is an equation's own.
+overwrites the argument before its last reader; nor one from host memory, which is an equation's own. In a form without
+the equation whose kernel makes a buffer, that is not there: a loss that is computed in chunks of rows reads no logits.
 
 An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
 has besides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import jax.extend.core as jex
@@ -125,19 +126,22 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
-@mechanism("scratch memory as compiled", off=lambda *_: {})
-def scratch(module: Module, eqns: Sequence[jex.JaxprEqn]) -> dict[int, Scratch]:
-    """Return that of each equation that has kernels of its own in the program, by index."""
+@mechanism("scratch memory as compiled", off=lambda *_, **__: {})
+def scratch(module: Module, eqns: Sequence[jex.JaxprEqn], gone: Set[int] = frozenset()) -> dict[int, Scratch]:
+    """Return that of each equation that has kernels of its own in the program, by index.
+
+    **Arguments:** `gone` the equations that a form does not have of which it is asked.
+    """
     found: dict[int, Scratch] = {}
     unseen = values_of(eqns)
     for computation in executed(module):
-        for i, each in _of(module, computation, unseen).items():
+        for i, each in _of(module, computation, unseen, gone).items():
             if i not in found or each.nbytes > found[i].nbytes:
                 found[i] = each
     return found
 
 
-def _of(module: Module, computation: Computation, values: Values) -> dict[int, Scratch]:
+def _of(module: Module, computation: Computation, values: Values, gone: Set[int]) -> dict[int, Scratch]:
     known = purposes(module, computation, values)
     own = known.own
     charged: dict[int, list[Span]] = {i: [] for tags in own for i in tags}
@@ -152,7 +156,9 @@ def _of(module: Module, computation: Computation, values: Values) -> dict[int, S
     extras = [
         (life, copied)
         for life, copied in known.extras
-        if not sending[life.born] and not _is_spare(module, life.buffer.instruction, scope)
+        if not sending[life.born]
+        and not _is_spare(module, life.buffer.instruction, scope)
+        and not (own[life.born] and own[life.born] <= gone)
     ]
     for life, copied in extras:
         users = set().union(*(known.wanted[life.born if sending[p] else p] for p in life.readers))

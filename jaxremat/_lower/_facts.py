@@ -58,6 +58,7 @@ class BaselineFacts:
     pins: Patterns
     division: Division
     _compiled: dict[str, Module] = field(default_factory=dict, init=False)
+    _without: dict[frozenset[int], dict[int, Scratch]] = field(default_factory=dict, init=False)
 
     @property
     def backend(self) -> Backend:
@@ -73,9 +74,12 @@ class BaselineFacts:
     def _written(self) -> Written:
         return written(self.module)
 
-    @cached_property
-    def _scratch(self) -> dict[int, Scratch]:
-        return scratch(self.module, self.division.local(self.plain)[0].jaxpr.jaxpr.eqns)
+    def _scratch(self, gone: frozenset[int]) -> dict[int, Scratch]:
+        """Return the scratch memory that the program shows of a form without these equations."""
+        if gone not in self._without:
+            eqns = self.division.local(self.plain)[0].jaxpr.jaxpr.eqns
+            self._without[gone] = scratch(self.module, eqns, gone)
+        return self._without[gone]
 
     def compiled(self, iteration: Iteration) -> Module:
         """Compile an iteration of a loop by itself, once."""
@@ -111,7 +115,9 @@ class BaselineFacts:
         found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
         if among is not None:
             places = self.plain.places(traced)
-            found |= {j: self._scratch[i].renumbered(places) for i, j in places.items() if i in self._scratch}
+            gone = frozenset(self.plain.places(self.plain)).difference(places)
+            shown = self._scratch(gone)
+            found |= {j: shown[i].renumbered(places) for i, j in places.items() if i in shown}
         return found
 
     def workspace_in(self, traced: Traced, iterations: Iterable[Iteration]) -> dict[int, Scratch]:

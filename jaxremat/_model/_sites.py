@@ -4,7 +4,7 @@ Invariant: the estimate of a variant is the sum of those of its choices. The sea
 which it may split as it likes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -91,13 +91,16 @@ class Variants:
 
     **Fields:** the `loops`, and the `others` of its sites; the rules that may be followed within most of the step
     `in_chunks`; `sites_inside` looks for what may be done otherwise in the program that has most of the step in chunks
-    as a choice says.
+    as a choice says; `required` a variant of whose sites each is done otherwise in all variants, as where the compiler
+    takes no other; `negligible_seconds` more are no reason to look at a variant that saves less.
     """
 
     loops: Loops
     others: tuple[Sites, ...] = ()
     in_chunks: tuple[str, ...] = ()
     sites_inside: Callable[[Choice], Sites] = lambda _: NOTHING
+    required: Variant = PLAIN
+    negligible_seconds: float = 0.0
 
     @property
     def sites(self) -> tuple[Sites | Loops, ...]:
@@ -177,7 +180,26 @@ class Variants:
             seconds = self.estimate(whole).more_seconds
             cheaper = [i for i, each in enumerate(found) if self.estimate(each).more_seconds <= seconds]
             found.insert(max(cheaper, default=-1) + 1, whole)
-        return (*found, *without)
+        return self._worthwhile((*found, *without))
+
+    def _worthwhile(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
+        """Return those of the variants that have what is required, without those of which another saves more for no
+        more time, or a negligible one.
+        """
+        sites = {choice[:2] for choice in self.required.choices}
+        able = [each for each in variants if sites <= {choice[:2] for choice in each.choices}]
+        if self.negligible_seconds:
+            of = {each: self.estimate(each) for each in able}
+            able = [each for each in able if not any(self._replaces(of[o], of[each]) for o in able)]
+        return tuple(able)
+
+    def _replaces(self, other: Estimate, one: Estimate) -> bool:
+        more = other.more_seconds - one.more_seconds
+        return (
+            other.fewer_nbytes > one.fewer_nbytes
+            and more <= self.negligible_seconds
+            and other.whole == one.whole
+        )
 
     def deepest(self) -> tuple[Variant, ...]:
         """Return what saves most by each exact rule in turn, with what saves most by the rules before; nothing of most
@@ -196,7 +218,8 @@ class Variants:
         """
         exact = [PLAIN, *(each for each in self.exact() if not self.estimate(each).whole)]
         rungs = [rung for sites in self.others if not sites.exact for rung in sites.rungs()]
-        return tuple(dict.fromkeys(variant.also(*rung) for rung in rungs for variant in exact))
+        found = dict.fromkeys(variant.also(*rung) for rung in rungs for variant in exact)
+        return self._worthwhile(tuple(found)) if self.required else tuple(found)
 
     def is_inexact(self, variant: Variant) -> bool:
         """Return whether any choice of a variant changes numbers."""

@@ -35,6 +35,11 @@ from ._rules import PlainStep, variants
 
 logger = logging.getLogger("jaxremat")
 
+NEGLIGIBLE = 0.001
+"""Of a step that is not compiled as it is written a variant that saves less than another is not made where it saves no
+more than this share of the step's time besides: the step is far too large, and each graph takes several compilations.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class Graphs(ABC):
@@ -158,6 +163,17 @@ class MeasuredGraphs(Graphs):
             pins=problem.pins,
             division=problem.division,
         )
+
+    def variants_of(self, plain: Graph) -> Variants:
+        """Return the variants that the step may take: where the compiler refuses it as it is written, with what the
+        first form that compiles does otherwise. Each of the others, as one with all scores of a long sequence, would be
+        refused once more.
+        """
+        found = super().variants_of(plain)
+        if self._facts.plain is self.problem.traced:
+            return found
+        negligible = NEGLIGIBLE * plain.step_seconds
+        return replace(found, required=self._facts.plain.form, negligible_seconds=negligible)
 
     def _plain(self) -> Graph:
         problem, baseline = self.problem, self.baseline

@@ -9,7 +9,7 @@ Law: leaves are chosen by the graph by rules alone, so that all processes of a j
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,8 +21,10 @@ from .._runtime._budgets import parse_margin, read_budget
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError
 from ._plan import Plan
+from ._planned import Planned
 from ._problem import Problem
 from ._request import Request
+from ._search import LEAST_MORE
 
 UNDER_WAY = 6
 """So many of the largest arrays are on the device at once: Adam's two of each of three parameters."""
@@ -64,6 +66,10 @@ class Movable(NamedTuple):
             left -= nbytes
         among = (few, self.sizes) if missing >= sum(self.state.values()) else (few, self.state, self.sizes)
         return _distinct(among)
+
+    def everything(self) -> list[tuple[int, ...]]:
+        """Return the places to try for the least memory: all."""
+        return _distinct((self.sizes,))
 
     def all_of_each(self) -> list[tuple[int, ...]]:
         """Return places to try in turn where more in host memory may be cheaper: all of the state, and all."""
@@ -158,6 +164,13 @@ def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:
 def is_dear(plan: Plan) -> bool:
     """Return whether something else may well be cheaper."""
     return _overhead(plan) > DEAR
+
+
+def best(plans: Sequence[Planned], *, least: bool) -> Planned:
+    """Return the fastest of the plans; for the `least` memory, of those that need about that."""
+    most = (1 + LEAST_MORE) * min(each.plan.peak_nbytes for each in plans) if least else math.inf
+    able = (each for each in plans if each.plan.peak_nbytes <= most)
+    return min(able, key=lambda each: seconds(each.plan))
 
 
 def seconds(plan: Plan) -> float:

@@ -201,12 +201,14 @@ def _chunked(program: FlatProgram, chosen: Sequence[tuple[Region, int]], task: T
         return program
     forward = (program.eqns[i] for i in backward_of(program.eqns))
     form_of = {v: form for eqn, form in zip(forward, program.pairs, strict=True) for v in eqn.outvars}
+    keep = not task.form.settings(ATTENTION)  # else its pass looks for it later
     if within := [each for each in chosen if each[0].loop >= 0]:
         before = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
-        program = chunked_in_loops(program, within, task.inliner)
+        program = chunked_in_loops(program, within, task.inliner, keeps_scores=keep)
         index = {before[v]: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars if v in before}
         chosen = [(region.named(index), count) for region, count in chosen if region.loop < 0]
-    program = chunked(program, chosen, task.labels(program))
+    apart = program.apart_from_rows(task.inliner.hints, keeps_scores=keep)
+    program = chunked(program, chosen, task.labels(program), apart=apart)
     task.inliner.forget_rows()
     # In another order, and without those within regions, which are done otherwise by nobody.
     forward = [program.eqns[i] for i in backward_of(program.eqns)]

@@ -8,7 +8,7 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_draw
+from .._program._primitives import is_draw, is_fusion_root
 from ._backward_equations import backward_equations
 from ._decisions import Decisions, decisions
 from ._flat_program import FlatProgram, within
@@ -37,13 +37,17 @@ class Readers:
 
     @cached_property
     def for_loops(self) -> frozenset[int]:
-        """The equations whose largest result loops alone read, as what a forward loop stacks for a backward one."""
+        """The equations whose largest result loops alone read, as what a forward loop stacks for a backward one, and
+        those that kernels of these absorb: a causal mask is made of numbers four times its size.
+        """
         scans = {i for i in self.alive if self.eqns[i].primitive.name == "scan"}
-        makers = (i for i in self.alive if self.eqns[i].outvars)
-        made = {i: max(self.eqns[i].outvars, key=lambda v: aval_nbytes(v.aval)) for i in makers}
-        return frozenset(
-            i for i, v in made.items() if self.inner(v) and scans.issuperset(self.readers.get(v, (-1,)))
-        )
+        found = set[int]()
+        for i in (i for i in reversed(self.alive) if self.eqns[i].outvars):
+            largest = max(self.eqns[i].outvars, key=lambda v: aval_nbytes(v.aval))
+            absorbing = scans if is_fusion_root(self.eqns[i]) else scans | found
+            if self.inner(largest) and absorbing.issuperset(self.readers.get(largest, (-1,))):
+                found.add(i)
+        return frozenset(found)
 
     @cached_property
     def drawn(self) -> frozenset[int]:

@@ -42,14 +42,14 @@ def regions_in_loops(
 
 
 def chunked_in_loops(
-    program: FlatProgram, chosen: Sequence[tuple[Region, int]], inliner: Inliner
+    program: FlatProgram, chosen: Sequence[tuple[Region, int]], inliner: Inliner, *, keeps_scores: bool
 ) -> FlatProgram:
     """Return the program with each of these regions in so many chunks, its loops closed again.
 
-    **Arguments:** `inliner` that made the program.
+    **Arguments:** `inliner` that made the program; `keeps_scores` as of `Source`, or where attention stays as it is.
     """
     opened = inline_loops(program, inliner, inner=False)
-    cut = chunked(opened, chosen)
+    cut = chunked(opened, chosen, apart=opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores))
     made = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     eqns = close_loops(cut.eqns, cut.loop_of, opened.loops)
     places = [next((made[v] for v in eqn.outvars if v in made), -1) for eqn in eqns]

@@ -55,12 +55,13 @@ def chunked(
     chosen: Sequence[tuple[Region, int]],
     labels: Mapping[jex.Var, str] = NONE,
     *,
+    apart: Collection[int] = (),
     differentiable: bool = False,
 ) -> FlatProgram:
     """Return the program with each of these regions in so many chunks.
 
-    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `differentiable` whether it is a function that is
-    differentiated later.
+    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `apart` equations that a later pass looks for as
+    they are, as those of attention; `differentiable` whether it is a function that is differentiated later.
     """
     program = Readers(before, differentiable=differentiable)
     all_loops = [loop for region, _ in chosen for loop in region.loops]
@@ -69,7 +70,9 @@ def chunked(
     order = schedule(program, all_loops)
     assert order is not None  # or they were no regions
     place = {each: k for k, each in enumerate(order)}
-    loops = [kind(program, all_loops, number, *each, labels, place) for number, each in enumerate(of_loops)]
+    loops = [
+        kind(program, all_loops, number, *each, labels, place, apart) for number, each in enumerate(of_loops)
+    ]
     moved = {i for loop in loops for i in loop.moved}
     moved.update(i for loop in loops for chain, _ in loop.begun.values() for i in chain)
     eqns: list[Any] = []
@@ -89,7 +92,7 @@ def chunked(
 class _Chunks:
     """One of the loops over chunks of regions' rows, by its `number` among all of them.
 
-    **Arguments:** `place` in the program of each equation, and of loops, as of `schedule`.
+    **Arguments:** `place` in the program of each equation, and of loops, as of `schedule`; `apart` as of `chunked`.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class _Chunks:
         chunks: int,
         labels: Mapping[jex.Var, str],
         place: Mapping[int, int],
+        apart: Collection[int],
     ):
-        self.program, self.region, self.labels = program, region, labels
+        self.program, self.region, self.labels, self.apart = program, region, labels, apart
         self.parts = Parts(region.rows, chunks)
         self.rules = loops[number]
         self.others = {i for other, loop in enumerate(loops) if other != number for i in loop}
@@ -189,6 +193,7 @@ class _Chunks:
             if (
                 i in found
                 or i in self.others
+                or i in self.apart
                 or i < 0
                 or not _moves(program.eqns[i])
                 or len(program.eqns[i].outvars) > 1

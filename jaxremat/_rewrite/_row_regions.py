@@ -26,7 +26,7 @@ from .._model._device_specs import DeviceSpec
 from .._program import _compat
 from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, Parts, agree, is_scattered, rules, sum_type
 from .._program._compat import shaped
-from .._program._flops import alone_seconds, aval_nbytes
+from .._program._flops import alone_seconds, aval_nbytes, eqn_flops
 from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, loops_of, owners, schedule
@@ -43,8 +43,11 @@ AT_ONCE = 8
 
 PRODUCTS, MOST_PRODUCTS = 8, 24
 """None of its loops has more contractions of its own than the first, or it would want a plan; nor all of them together
-more than the second.
+more than the second, ...
 """
+
+LITTLE_WORK = 1 / 32
+"""... less those of at most this share of the largest one's operations, as of adapters of low rank."""
 
 FEW = 1 / 32
 """What sums over the rows are made of that the region itself reads is at most this share of all that the step makes."""
@@ -240,7 +243,7 @@ def region_about(
     if not grower.grow(seed, dimension) or (loops := loops_of(program, [grower])) is None:
         return None
     first = owners(loops)
-    products = Counter(number for i, number in first.items() if is_contraction(program.eqns[i]))
+    products = Counter(first[i] for i in large_products(program, first))
     if max(products.values(), default=0) > PRODUCTS:
         return None
     roots = (program.eqns[i] for i in first if is_fusion_root(program.eqns[i]))
@@ -249,6 +252,13 @@ def region_about(
     kept = sum(_nbytes(v) for v in written - handed if program.maker.get(v) in first)
     worthwhile = sum(map(_nbytes, handed)) <= HANDED * kept
     return region_of(program, loops) if worthwhile else None
+
+
+def large_products(program: Readers, indices: Iterable[int]) -> list[int]:
+    """Return the contractions among some equations that are not little work beside the largest."""
+    flops = {i: eqn_flops(program.eqns[i]) for i in indices if is_contraction(program.eqns[i])}
+    least = LITTLE_WORK * max(flops.values(), default=0)
+    return [i for i, each in flops.items() if each > least]
 
 
 def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
@@ -401,7 +411,8 @@ class Grower:
             for i in near:
                 if i not in self.rules and not self._add(i) and v is seed:
                     return False
-        return self.products <= self.most_products
+        most = self.most_products
+        return self.products <= most or len(large_products(program, self.rules)) <= most
 
     def _is_copied(self, v: jex.Var) -> bool:
         """Return whether a value is merely repeated from a smaller one: several regions, and others, may read it, and

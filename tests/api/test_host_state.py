@@ -198,6 +198,17 @@ class TestForAGpu:
         ):
             jaxremat.plan(scanned, *args, offload="600MiB", **options)
 
+    def test_the_least_memory_is_no_more_than_a_budget_reaches(self) -> None:
+        """Weights and state are three times as much."""
+        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), self.args[0][0])
+        nbytes = sum(a.size * 4 for a in stacked)
+        args = stacked, jax.eval_shape(ADAM.init, stacked), self.args[2]
+        options: dict[str, Any] = {"budget": "min", "donate_argnums": (0, 1), "target": "h100"}
+        with pytest.warns(JaxrematWarning, match="row by row in its loops"):
+            plan = jaxremat.plan(scanned, *args, offload=True, **options)
+        assert plan.on_host_nbytes == 3 * nbytes
+        assert plan.peak_nbytes <= nbytes // 2
+
     def test_frozen_weights_that_could_stream_are_named(self) -> None:
         weights, x = self.args[0], self.args[2]
         stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), weights[0])

@@ -171,6 +171,34 @@ def test_an_operand_that_was_copied_makes_room_for_the_other_copy() -> None:
     assert found[1] == Scratch(2 * padded, {0: 2 * padded - (2 * padded - whole)})
 
 
+LOSS = """HloModule m, is_scheduled=true
+
+%sum.1 (a: f32[64,64], b: f32[64,64]) -> f32[64,64] {
+  %a = f32[64,64]{1,0} parameter(0)
+  %b = f32[64,64]{1,0} parameter(1)
+  ROOT %both = f32[64,64]{1,0} add(%a, %b)
+}
+
+ENTRY %main (x: f32[64,64], w: f32[64,64]) -> f32[64,64] {
+  %x = f32[64,64]{1,0} parameter(0)
+  %w = f32[64,64]{1,0} parameter(1)
+  %first = (f32[64,64]{1,0}, f32[64,64]{1,0}) custom-call(%x), custom_call_target="gemm", metadata={op_name="#0/dot"}
+  %own = f32[64,64]{1,0} get-tuple-element(%first), index=0
+  %more = f32[64,64]{1,0} get-tuple-element(%first), index=1
+  %loss = f32[64,64]{1,0} fusion(%own, %more), kind=kLoop, calls=%sum.1, metadata={op_name="#1/tanh"}
+  ROOT %out = f32[64,64]{1,0} custom-call(%loss, %w), custom_call_target="gemm", metadata={op_name="#2/dot_general"}
+}
+"""
+
+
+def test_what_kernels_of_other_equations_make_is_not_there_in_forms_without_them() -> None:
+    """What a product makes besides its result counts for the loss that reads it; in chunks there is none."""
+    module, eqns = parse(LOSS), row(products=True)
+    assert scratch(module, eqns)[1].nbytes == 64 * 64 * 4
+    assert scratch(module, eqns, {0})[1].nbytes == 0
+    assert scratch(module, eqns, {2})[1].nbytes == 64 * 64 * 4
+
+
 SPARE = """HloModule m, is_scheduled=true
 
 ENTRY %main (x: f32[64,64], w: f32[64,64]) -> (f32[64,64], f32[64,64]) {

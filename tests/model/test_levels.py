@@ -230,3 +230,17 @@ def test_microbatches_say_what_they_are_of() -> None:
     rows = [(64, "Model.py:40 (head)", True, False, True)]
     (form,) = loop_forms((), of_chunks(4), (), rows)
     assert str(form).startswith("an iteration: in 4 microbatches")
+
+
+def test_where_something_is_required_the_others_are_left_out() -> None:
+    """The compiler takes no step with all scores; of numbers of chunks that take as long the one that saves most is
+    enough."""
+    scores = Sites(ATTENTION, {(0, (2,)): Estimate(1000, -5.0)})
+    rows = Sites(ROWS, {(0, (n,)): Estimate(100 - 100 // n, 0.01 * n) for n in (2, 4, 8)})
+    found = Variants(Loops.of(chain(2), []), (scores, rows))
+    attention, deepest = found.deepest()
+    assert len(found.exact()) == 7 and {attention, deepest} < set(found.exact())
+    required = replace(found, required=attention)
+    assert len(required.exact()) == 4 and all(each.settings(ATTENTION) for each in required.exact())
+    assert replace(required, negligible_seconds=0.2).exact() == (deepest,)
+    assert len(replace(required, negligible_seconds=0.03).exact()) == 2

@@ -242,3 +242,23 @@ def test_scores_of_long_sequences_hide_no_other_regions() -> None:
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
     (logits,) = trace(jax.jit(step_of(loss)), (params, x), {}).sites.regions
     assert (logits.rows, logits.loop) == (tokens, -1)
+
+
+def test_the_mask_of_a_long_sequence_hides_no_regions() -> None:
+    """Loops alone read it, and the numbers that it is made of are 16 times the logits."""
+    tokens, width, words = 16384, 64, 1024
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            query, key, value = (x @ each for each in w)
+            scores = jnp.where(jnp.tri(tokens, dtype=bool), query @ key.T, -1e30)
+            return x + jax.nn.softmax(scores) @ value, None
+
+        y, _ = jax.lax.scan(layer, x, params["layers"])
+        return -jax.nn.log_softmax(y @ params["head"])[:, 0].mean()
+
+    shapes = {"layers": (LAYERS, 3, width, width), "head": (width, words)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    found = trace(jax.jit(step_of(loss)), (params, x), {}).sites.regions
+    assert [(region.rows, region.loop) for region in found if region.loop < 0] == [(tokens, -1)]
