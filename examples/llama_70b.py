@@ -48,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096, help="of a sequence, in tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64], help="sequences in a step")
     parser.add_argument("--budget", default="72GiB", help="of each device")
+    parser.add_argument("--offload", action="store_true", help="allow the planner to use host memory")
     parser.add_argument("--save", type=Path, help="write the table to this file, as JSON")
     return parser.parse_args()
 
@@ -157,7 +158,15 @@ def main() -> None:
             row[name] = jaxremat.memory(step, state, tokens, donate_argnums=0, target=target).peak_nbytes
         began = time.monotonic()
         try:
-            plan = jaxremat.plan(plain, state, tokens, budget=options.budget, donate_argnums=0, target=target)
+            plan = jaxremat.plan(
+                plain,
+                state,
+                tokens,
+                budget=options.budget,
+                donate_argnums=0,
+                target=target,
+                offload=options.offload,
+            )
             row |= {"planned": plan.peak_nbytes, "overhead": plan.compiled_overhead}
         except jaxremat.InfeasibleBudgetError as error:
             row |= {"least": error.min_peak_nbytes}

@@ -4,14 +4,15 @@ python examples/llama_lora.py                                  # LoRA on 8,192 t
 python examples/llama_lora.py --tokens 32768 --budget 74GiB
 python examples/llama_lora.py --full                           # train all weights
 python examples/llama_lora.py --full --offload --layers 80 --width 8192 --hidden 28672   # of a 70B model
-python examples/llama_lora.py --offload --to-host --tokens 1048576 --budget 79GiB
+python examples/llama_lora.py --offload --to-host --tokens 1048576 --budget 79GiB   # of an 8B model
 python examples/llama_lora.py --layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%
 
 This is plain JAX: a decoder with Llama 3's sizes, and a `lax.scan` over its layers. LoRA has frozen weights in bf16 and
-adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam. The code has no `jax.checkpoint`, no
-kernels and no microbatches. With `--offload` the planner may keep values in host memory, and the layers' weights and
-Adam's moments, where `--to-host` puts them, as frozen weights have to be. The arguments are only types and shapes, so
-nothing is allocated: XLA's compiler reports what the step needs.
+adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam, or with `--float32` weights in f32, of
+which the layers read bf16 copies. The code has no `jax.checkpoint`, no kernels and no microbatches. With `--offload`
+the planner may keep values in host memory, and the layers' weights and Adam's moments, where `--to-host` puts them, as
+frozen weights have to be. The arguments are only types and shapes, so nothing is allocated: XLA's compiler reports what
+the step needs.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def parse() -> argparse.Namespace:
         "--target", default="h100", help='the device to compile for; "cpu" for this machine\'s'
     )
     parser.add_argument("--full", action="store_true", help="train all weights instead of adapters")
+    parser.add_argument("--float32", action="store_true", help="with all weights in float32, and bf16 copies")
     parser.add_argument("--offload", action="store_true", help="allow the planner to use host memory")
     parser.add_argument(
         "--to-host", action="store_true", help="keep weights of layers and moments there already"
@@ -153,7 +155,12 @@ def lora_step(state: Any, weights: Any, tokens: jax.Array, by_hand: bool = False
 
 def full_step(state: Any, tokens: jax.Array, by_hand: bool = False) -> tuple[Any, jax.Array]:
     """One step of Adam for all weights."""
-    loss, gradients = jax.value_and_grad(loss_of, argnums=1)({}, state[0], tokens, by_hand)
+
+    def loss_of_trained(weights: Any) -> jax.Array:
+        low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)  # of the float32 ones, if they are
+        return loss_of({}, low, tokens, by_hand)
+
+    loss, gradients = jax.value_and_grad(loss_of_trained)(state[0])
     return updated(state, gradients), loss
 
 
@@ -161,6 +168,8 @@ def main() -> jaxremat.Plan:
     """Plan the step, and print the plan."""
     options = parse()
     weights, adapters = shapes(options)
+    if options.float32:
+        weights = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), weights)
     tokens = jax.ShapeDtypeStruct((options.tokens + 1,), jnp.int32)
     moments = jax.eval_shape(ADAM.init, weights if options.full else adapters)
     if options.to_host:
@@ -208,7 +217,7 @@ def save(
     **Arguments:** `count` of the weights; `seconds` that planning took; `host_nbytes` of what is in host memory.
     """
     asked = {"trained": "all weights" if options.full else "LoRA", "tokens": options.tokens}
-    asked |= {"offload": True} if options.offload else {}
+    asked |= {name: True for name in ("offload", "float32") if getattr(options, name)}
     row = {
         **asked,
         "on host": host_nbytes,
@@ -225,7 +234,11 @@ def save(
     }
     head = {"kind": "lora", "target": options.target, "weights": count, "rows": []}
     record = json.loads(options.save.read_text()) if options.save.exists() else head
-    rows = [each for each in record["rows"] if any(each.get(n) != asked.get(n) for n in (*asked, "offload"))]
+    rows = [
+        each
+        for each in record["rows"]
+        if any(each.get(n) != asked.get(n) for n in (*asked, "offload", "float32"))
+    ]
     rows = sorted([*rows, row], key=lambda each: (each["trained"], each["tokens"], "offload" in each))
     options.save.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
@@ -240,7 +253,7 @@ def markdown(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         sizes = _size(row["plain"], row["modelled"]), _size(row["by hand"], row["by hand modelled"])
         cells = (
-            row["trained"],
+            row["trained"] + (" and Adam in float32" if row.get("float32") else ""),
             f"{row['tokens']:,}",
             *sizes,
             _size(row["planned"]),

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._loop_levels import deep
-from .._model._schedule import Schedule, save_all
+from .._model._schedule import Schedule, close_over_dependencies, save_all
 from .._model._simulate import extra_seconds, simulate
 from .._model._sites import Variants
 from .._model._stages import cuttings
@@ -42,8 +42,8 @@ LEAST_SLACK = 0.02
 several times the step."""
 
 LARGE_SLACK = 0.25
-"""Unless that is more than such a share of what a variant that was made needs without dropping anything: then it is
-within `LEAST_SLACK` of that."""
+"""Unless that is more than such a share of what a variant that was made needs without looking for a schedule: then it
+is within `LEAST_SLACK` of that."""
 
 SKETCHED = 4
 """A minimum cut within a budget recomputes up to so many times what the integer program does: 0.18 of the step where
@@ -290,9 +290,12 @@ class CandidateSource:
         self.left = {False: ([], []), True: ([],)}
 
     def _temporaries_nbytes(self, variant: Variant) -> int:
-        """Return what a variant that was made needs besides arguments, if it drops nothing."""
+        """Return what a variant that was made needs besides arguments, if it saves nothing that it need not, or drops
+        nothing, whichever is less.
+        """
         graph = next(cut for cut in self.made if cut.form == variant)
-        return simulate(graph, save_all(graph)).peak_nbytes - graph.base_nbytes
+        schedules = save_all(graph), close_over_dependencies(graph, ())
+        return min(simulate(graph, each).peak_nbytes for each in schedules) - graph.base_nbytes
 
     def make_shallower(self) -> list[Graph]:
         """Add the graphs of the deepest variant in microbatches, or without levels, that is left, and return them:

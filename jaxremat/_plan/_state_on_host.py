@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from .._model._graph import Graph
 from .._model._host_copies import LEAST_NBYTES
 from .._model._optimizer_updates import updated_alone
 from .._program._primitives import on_host
@@ -117,6 +118,21 @@ def advice(problem: Problem) -> str:
     graph = problem.estimated
     if graph.platform != "gpu":
         return ""
+    return _of_arguments(problem, graph) + _of_values(graph)
+
+
+def _of_values(graph: Graph) -> str:
+    """Return what to say of values that find no room in host memory; "" where there is enough, or none at all."""
+    room = graph.host.nbytes if graph.host is not None else None
+    if room is None or sum(graph.values[v].saved_nbytes for v in graph.away.alone) <= room:
+        return ""
+    return (
+        f" Of host memory `offload` leaves {format_nbytes(room)} to values that the backward pass reads, which is not "
+        "enough for all of them: write a larger one, if the machine has it."
+    )
+
+
+def _of_arguments(problem: Problem, graph: Graph) -> str:
     state, stacks = updated_alone(graph), _stacks(problem)
     told: list[str] = []
     for values, what, name in (

@@ -412,6 +412,14 @@ def test_the_host_has_a_budget_of_its_own() -> None:
     assert plan.offloaded_nbytes <= room
 
 
+def test_a_refusal_says_that_the_hosts_budget_leaves_no_room_for_values() -> None:
+    options: Any = {"budget": "100MiB", "donate_argnums": 0, "target": "h100"}
+    for room, said in (("64MiB", True), (True, False)):
+        with pytest.raises(jaxremat.InfeasibleBudgetError) as refused:
+            jaxremat.plan(mlp, *LARGE["matrices"], offload=room, **options)
+        assert ("`offload` leaves 64.0 MiB to values" in str(refused.value)) == said
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
