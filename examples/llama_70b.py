@@ -2,6 +2,7 @@
 
 python examples/llama_70b.py                                # the table in the docs; some minutes for each batch
 python examples/llama_70b.py --batches 16 --budget 70GiB
+python examples/llama_70b.py --layers 126 --width 16384 --hidden 53248 --heads 128 --length 8192 --batches 8 --offload
 python examples/llama_70b.py --layers 8 --width 1024 --hidden 4096 --heads 16 --words 8192 --batches 16 --budget 4GiB
 
 The decoder has Llama 3's sizes: 80 scanned layers of 8,192 numbers, 64 heads that share 8 keys and values, 28,672
@@ -175,6 +176,7 @@ def main() -> None:
         print(said(row), flush=True)
     if options.save:
         asked = {"kind": "llama", "target": target, "budget": options.budget, "weights": count}
+        asked |= {"offload": True} if options.offload else {}
         options.save.write_text(json.dumps({**asked, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -186,7 +188,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"within {record['budget']} of each device",
     )
     lines = [
-        f"### {weights} on {record['target']}, {each}",
+        f"### {weights}{', with host memory,' if record.get('offload') else ''} on {record['target']}, {each}",
         "The peak of one device for a number of sequences: of the step as it is written, with `jax.checkpoint` around\n"
         "each layer, and planned. The planned step's time is a roofline's, relative to the step as it is written\n"
         "(`examples/llama_70b.py`).",
