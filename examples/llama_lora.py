@@ -31,6 +31,9 @@ import jaxremat
 GROUPS, RANK = 8, 16
 """The heads of a layer that share keys and values are so many groups; the adapters' rank."""
 
+LOW: Any = jnp.bfloat16
+"""The type in which layers compute."""
+
 ADAM = optax.adamw(1e-4)
 
 
@@ -157,7 +160,7 @@ def full_step(state: Any, tokens: jax.Array, by_hand: bool = False) -> tuple[Any
     """One step of Adam for all weights."""
 
     def loss_of_trained(weights: Any) -> jax.Array:
-        low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)  # of the float32 ones, if they are
+        low = jax.tree.map(lambda a: a.astype(LOW), weights)  # of those in float32 copies
         return loss_of({}, low, tokens, by_hand)
 
     loss, gradients = jax.value_and_grad(loss_of_trained)(state[0])
