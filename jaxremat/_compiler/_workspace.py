@@ -10,8 +10,10 @@ from collections.abc import Collection, Sequence
 import jax
 import jax.extend.core as jex
 
+from .._model._backend import backend
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_contraction
+from .._rewrite._kernel_choice import with_bodies_replaced
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase
 from ._devices import DeviceSpec
@@ -39,7 +41,7 @@ def workspaces(
     where = (sorted(program.compiler_options), jax.__version__, device)
     cache = Figures("workspace.json", int)
     large = [
-        (i, eqn)
+        (i, with_bodies_replaced(eqn, backend(platform)))
         for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
         if (among is None or i in among)
         and is_contraction(eqn)
@@ -67,7 +69,7 @@ def alone_seconds(eqns: Sequence[jex.JaxprEqn], program: Program, device: Device
         phase("compiling single operations", len(eqns), kind="compile") as progress,
         Figures("alone.json", float) as cache,
     ):
-        for eqn in eqns:
+        for eqn in (with_bodies_replaced(each, backend(device.platform)) for each in eqns):
             found.append(cache.get(key(eqn, where), lambda eqn=eqn: _seconds(alone(eqn), program, device)))
             progress.advance()
     return found

@@ -3,7 +3,7 @@
 A library that multiplies matrices can add to what is there, and a bias: `C + A B + b` is one kernel. XLA:GPU rewrites a
 product that nothing but such a sum reads so that the sum is what stands in memory; but the kernel keeps the product's
 name. A residual stream, which is such a sum in every layer, would then look as if it were nowhere. What is scattered
-into zeros and added to something is scattered into that.
+into zeros and added to something is scattered into that, where a kernel scatters it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def sums_of_scattered(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> di
     readers = _readers(nodes)
     found: dict[int, int] = {}
     for node, eqn in zip(nodes, eqns, strict=True):
-        if not eqn.primitive.name.startswith("scatter"):
+        if not (node.fusion_root and eqn.primitive.name.startswith("scatter")):
             continue
         (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
         added = [n for n in readers.get(made, ()) if n.primitive in SUMS]

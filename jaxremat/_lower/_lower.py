@@ -22,6 +22,7 @@ from .._model._pins import Patterns, matching, with_pins
 from .._model._primitive_names import FETCH, GATHER, OVERWRITING, PUT
 from .._model._stages import cut_stages
 from .._program import _compat
+from .._program._axes import is_scattered
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
     is_fetch,
@@ -34,6 +35,7 @@ from .._program._primitives import (
 )
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
+from .._rewrite._kernel_choice import replaced
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
@@ -96,7 +98,7 @@ def lower(
         add(var, -1)
     nodes: list[Node] = []
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
-    fuses_reductions = backend(device.platform).fuses_reductions
+    fuses_reductions, better = backend(device.platform).fuses_reductions, replaced(backend(device.platform))
     in_backward, decided = traced.in_backward, traced.decisions
     # What is behind the first backward pass reads recomputed values, of a second loss too.
     begun = list(accumulate(in_backward, operator.or_))
@@ -116,7 +118,9 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
-                fusion_root=is_fusion_root(eqn) or is_gather(eqn) or in_rounds(device, eqn),
+                fusion_root=(is_fusion_root(eqn) and not (is_scattered(eqn) and better(eqn)))
+                or is_gather(eqn)
+                or in_rounds(device, eqn),
                 contraction=is_gather(eqn) or reads_memory(eqn),
                 forward=not in_backward[i],
                 repeatable=is_repeatable(eqn)

@@ -312,9 +312,15 @@ class Graph:
 
     @cached_property
     def last_reader(self) -> dict[int, int]:
-        """The last node that reads each value, past the end if a forward node does: that may be run again."""
-        last = {v: node.id for node in self.nodes for v in self.reads[node.id]}
-        return last | {v: len(self.nodes) for node in self.nodes if node.forward for v in self.reads[node.id]}
+        """The last node that reads each value under any schedule: a forward node may be run again for what reads its
+        results.
+        """
+        last: dict[int, int] = {}
+        for node in reversed(self.nodes):
+            until = max((last.get(v, -1) for v in node.outputs), default=-1) if node.forward else -1
+            for v in (*self.reads[node.id], *(node.inputs if node.forward else ())):
+                last[v] = max(last.get(v, -1), node.id, until)
+        return last
 
     @cached_property
     def away(self) -> Offload:

@@ -7,9 +7,13 @@ from ._primitive_names import OVERWRITING
 
 
 def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
-    """Return whether the backward pass made the value (of this size), and no later node reads it."""
+    """Return whether no later node reads the value (of this size), which the step made, under any schedule.
+
+    Of the forward pass's values it is known where compilers fuse: XLA:CPU may keep them under another kernel's result.
+    """
     value = graph.values[v]
-    own = value.producer >= 0 and not value.is_output and not graph.nodes[value.producer].forward
+    own = value.producer >= 0 and not value.is_output
+    own = own and (graph.backend.fuses_reductions or not graph.nodes[value.producer].forward)
     own = own and nbytes in (None, value.nbytes) and graph.last_reader.get(v) == node.id
     return own and graph.kept_by(v, graph.reader_loop(node)) < 0
 
@@ -18,8 +22,8 @@ def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
 def in_place(graph: Any) -> frozenset[int]:
     """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
-    These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
-    pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.
+    These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that nobody else
+    reads later, nor a reduction that is fused into the kernel.
     """
     # what reductions that a fused value hides read, before any of it may be written over
     reduced: dict[int, frozenset[int]] = {}

@@ -3,6 +3,7 @@
 Law: the equations make each named result, also one that the jaxpr merely hands on.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,24 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._compat import AbstractValue, Atom, SourceInfo, shaped
+
+BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+"""Primitives with computations of their own, and the parameters that these are."""
+
+CALLS = {"jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",)}
+"""Primitives whose bodies become part of what is around."""
+
+
+def with_bodies(eqn: jex.JaxprEqn, change: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> jex.JaxprEqn:
+    """Return the equation with its bodies changed, itself where none is another."""
+    changed: dict[str, Any] = {}
+    for param in {**BODIES, **CALLS}.get(eqn.primitive.name, ()):
+        found = eqn.params[param]
+        bodies = found if isinstance(found, tuple) else (found,)
+        made = tuple(map(change, bodies))
+        if not all(map(operator.is_, made, bodies)):
+            changed[param] = made if isinstance(found, tuple) else made[0]
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
 def inlined(

@@ -9,23 +9,16 @@ of depthwise kernels are sums in bodies too (see `_depthwise_gradient`).
 Invariant: the same sums of the same products. Operands and result are transposed, as XLA does it outside of loops.
 """
 
-import operator
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 import jax.extend.core as jex
 
 from .._program._compat import shaped
-from .._program._splice import in_place_of
+from .._program._splice import BODIES, in_place_of, with_bodies
 from ._depthwise_gradient import is_depthwise_gradient, summed
-from ._flat_program import with_eqns
-
-_BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
-"""Primitives with computations of their own, and the parameters that these are."""
-
-_CALLS = {"jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",)}
-"""Primitives whose bodies become part of what is around."""
+from ._flat_program import with_each
 
 _TYPES = ("bfloat16", "float16", "float32")
 """Of the numbers that XLA:CPU has such kernels for."""
@@ -37,27 +30,12 @@ def canonical_in_bodies(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _rewritten(closed: jex.ClosedJaxpr, *, inside: bool) -> jex.ClosedJaxpr:
-    eqns: list[Any] = []
-    for eqn in closed.jaxpr.eqns:
+    def change(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         if inside and (made := implementation(eqn)) is not None:
-            eqns += in_place_of(eqn, made)
-        else:
-            eqns.append(_with_bodies(eqn, inside=inside))
-    if len(eqns) == len(closed.jaxpr.eqns) and all(map(operator.is_, eqns, closed.jaxpr.eqns)):
-        return closed
-    return with_eqns(closed, eqns)
+            return in_place_of(eqn, made)
+        return [with_bodies(eqn, partial(_rewritten, inside=inside or eqn.primitive.name in BODIES))]
 
-
-def _with_bodies(eqn: jex.JaxprEqn, *, inside: bool) -> jex.JaxprEqn:
-    name = eqn.primitive.name
-    changed: dict[str, Any] = {}
-    for param in _BODIES.get(name, _CALLS.get(name, ())):
-        found = eqn.params[param]
-        bodies = found if isinstance(found, tuple) else (found,)
-        made = tuple(_rewritten(body, inside=inside or name in _BODIES) for body in bodies)
-        if not all(map(operator.is_, made, bodies)):
-            changed[param] = made if isinstance(found, tuple) else made[0]
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+    return with_each(closed, change)
 
 
 def implementation(eqn: jex.JaxprEqn) -> Callable[..., jax.Array] | None:

@@ -6,6 +6,7 @@ equations of the plain program that compute the same.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -203,6 +204,16 @@ def with_eqns(closed: jex.ClosedJaxpr, eqns: Sequence[jex.JaxprEqn]) -> jex.Clos
     """Return the jaxpr with other equations, and the same constants, arguments and results."""
     jaxpr = closed.jaxpr
     return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, list(eqns))
+
+
+def with_each(
+    closed: jex.ClosedJaxpr, change: Callable[[jex.JaxprEqn], Sequence[jex.JaxprEqn]]
+) -> jex.ClosedJaxpr:
+    """Return the jaxpr with what `change` makes of each equation, itself where that is the equation."""
+    before = closed.jaxpr.eqns
+    eqns = [made for eqn in before for made in change(eqn)]
+    same = len(eqns) == len(before) and all(map(operator.is_, eqns, before))
+    return closed if same else with_eqns(closed, eqns)
 
 
 def alive(closed: jex.ClosedJaxpr) -> list[bool]:

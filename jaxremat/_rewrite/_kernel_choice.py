@@ -7,6 +7,8 @@ Law: the same result, up to rounding. They stand in every planned step, whatever
 - Compilers make pointwise work anew in a kernel that selects and in one that compares with that, see `_selections`.
 - XLA:GPU recognises a transposed convolution by its reversed kernel, as automatic differentiation writes it; without
   that it spreads the operand out between zeros, in memory, and convolves those too.
+- XLA:GPU scatters the gradient of reading one entry of each row into a copy of the rest, see `_entry_gradients`: in
+  bodies of loops that are compiled as they stand too.
 """
 
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from .._runtime._mechanisms import mechanism
 from ._canonical_convolutions import implementation
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
+from ._entry_gradients import by_comparison, compared, has_entry_gradient, is_of_entries
 from ._selections import is_marked
 
 
@@ -34,24 +37,31 @@ def replaced(backend: Backend) -> Callable[[Any], bool]:
 
 @mechanism("kernels of its own choice", off=lambda *_: False)
 def _is_replaced(fuses_reductions: bool, eqn: jex.JaxprEqn) -> bool:
-    needs_replacement = (
-        is_transposed(eqn) if fuses_reductions else is_depthwise_gradient(eqn) or is_named(eqn)
-    )
-    return needs_replacement or is_marked(eqn)
+    if fuses_reductions:
+        return is_transposed(eqn) or is_marked(eqn) or has_entry_gradient(eqn)
+    return is_depthwise_gradient(eqn) or is_named(eqn) or is_marked(eqn)
 
 
 def inline(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """Return the equations in place of one that is to be replaced."""
     if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)
-    return in_place_of(eqn, summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn))
+    if is_depthwise_gradient(eqn):
+        return in_place_of(eqn, summed(eqn))
+    return in_place_of(eqn, reversed_twice(eqn)) if is_transposed(eqn) else by_comparison(eqn)
+
+
+def with_bodies_replaced(eqn: jex.JaxprEqn, backend: Backend) -> jex.JaxprEqn:
+    """Return an equation that is compiled alone, with these implementations in its bodies."""
+    made = inline(eqn) if replaced(backend)(eqn) else [eqn]
+    return made[0] if len(made) == 1 else eqn
 
 
 def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
-    """Return the proof that programs compute what this one does, which knows these implementations of convolutions."""
+    """Return the proof that programs compute what this one does, which knows these implementations."""
 
     def meant(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-        own = implementation(eqn)
+        own = compared(eqn) if is_of_entries(eqn) else implementation(eqn)
         return own and jax.make_jaxpr(own)(*map(typed, eqn.invars))
 
     return Equivalence(closed, meant)
