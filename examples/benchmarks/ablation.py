@@ -121,7 +121,10 @@ MECHANISMS = (
     *map(Mechanism, ("operands' memory taken over", "kernels of its own choice", "what waits in loops")),
     *map(Mechanism, ("every backward pass for itself", "barriers: masks", "masks in bits")),
     *map(Mechanism, ("barriers: operands", "barriers: fetches", "barriers: updates", "barriers: blocks")),
-    *map(Mechanism, ("pooling's gradient by place", "what iterations make themselves")),
+    *map(
+        Mechanism,
+        ("pooling's gradient by place", "rows as batch dimensions", "what iterations make themselves"),
+    ),
     *(
         Mechanism(name, on=(GPU,))
         for name in (

@@ -29,6 +29,7 @@ from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
 from ._primitives import PLACES, inner_eqns, is_in_chunks, runs_in_order
 from ._recurrences import again, once_more
+from ._row_indices import by_row, is_indexing
 from ._value_numbers import Affine, Node, Type, Values, alone, constant, symbol_bit
 
 Expansion = Callable[[Any], jex.ClosedJaxpr | None]
@@ -71,6 +72,12 @@ class Equivalence:
             if own_turns.get(kind) != turns.get(kind):
                 return f"what may run once only ({kind}) runs otherwise"
         return None
+
+
+def counted(closed: jex.ClosedJaxpr) -> list[int | None]:
+    """Return for each result the axis along which it counts from zero, None where it is not known to count."""
+    numbers = _Numbers(lambda _: None)
+    return list(map(numbers.axis_counted, numbers.program(closed)[0]))
 
 
 class _Numbers:
@@ -117,6 +124,8 @@ class _Numbers:
         name = eqn.primitive.name
         if (own := _STRUCTURED.get(name)) is not None and (found := own(self, eqn, operands)) is not None:
             return found
+        if is_indexing(eqn):
+            eqn, operands = self._by_row(eqn, operands)
         if (meant := self.expansion(eqn)) is not None:
             return self._body(meant, operands)
         key = self._key(eqn)
@@ -129,6 +138,25 @@ class _Numbers:
         if len(eqn.outvars) == 1:
             return [self.values.make(name, key, operands, _type(eqn.outvars[0]))]
         return self._each(eqn, self.values.node(name, key, tuple(operands), ((), None)))
+
+    def axis_counted(self, value: int) -> int | None:
+        """Return the axis along which an array counts from zero, None where it is not known to count."""
+        node = self.values.nodes[value]
+        along = [axis for axis, step in enumerate(node.key[0]) if step] if node.op == "Grid" else []
+        counts = len(along) == 1 and node.key[0][along[0]] == 1 and node.key[1] == constant(0)
+        return along[0] if counts else None
+
+    def _by_row(self, eqn: jex.JaxprEqn, operands: list[int]) -> tuple[jex.JaxprEqn, list[int]]:
+        """Return a gather or scatter, and its operands, with rows as batch dimensions, see `_row_indices`."""
+        node, shape = self.values.nodes[operands[1]], shaped(eqn.invars[1]).shape
+        if (node.op, node.key) != ("concatenate", len(shape) - 1) or len(node.operands) != shape[-1]:
+            return eqn, operands
+        if (found := by_row(eqn, list(map(self.axis_counted, node.operands)))) is None:
+            return eqn, operands
+        params, column = found
+        indices = _compat.new_var(eqn.invars[1].aval.update(shape=(*shape[:-1], 1)))
+        invars = [eqn.invars[0], indices, *eqn.invars[2:]]
+        return eqn.replace(invars=invars, params=params), [operands[0], node.operands[column], *operands[2:]]
 
     def _each(self, eqn: jex.JaxprEqn, made: int) -> list[int]:
         return [self.values.node("Result", i, (made,), _type(v)) for i, v in enumerate(eqn.outvars)]

@@ -73,24 +73,30 @@ def _converted(values: Values, key: object, operands: Operands, kind: Type) -> i
         return values.node("Literal", (number.tobytes(),), (), kind) if same else None
     if node.op != "Grid" or not np.issubdtype(kind[1], np.integer):
         return None
-    reach = values.range(node.key[1])
-    over = [step * (n - 1) for step, n in zip(node.key[0], node.type[0], strict=True)]
-    if reach is None:
+    if (reach := _reach(values, node)) is None:
         return None
-    least, most = reach[0] + sum(min(0, n) for n in over), reach[1] + sum(max(0, n) for n in over)
+    least, most = reach
     fits = all(np.iinfo(each).min <= least and most <= np.iinfo(each).max for each in (node.type[1], kind[1]))
     return grid(values, kind, *node.key) if fits else None
 
 
 @rule("lt")
 def _less(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return whether an index is negative, as indexing asks."""
-    first, second = (scalar(values, a) for a in operands)
-    if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
+    """Return whether indices are negative, as indexing asks, where that is the same of all."""
+    apart = _combined(values, operands, kind, -1)
+    reach = None if apart is None else _reach(values, values.nodes[apart])
+    if reach is None or reach[0] < 0 <= reach[1]:
         return None
-    if reach[0] < 0 <= reach[1]:
+    found = values.node("Literal", (np.bool_(reach[1] < 0).tobytes(),), (), ((), kind[1]))
+    return values.make("broadcast_in_dim", (), [found], kind) if kind[0] else found
+
+
+def _reach(values: Values, node: Node) -> tuple[int, int] | None:
+    """Return the least and the largest number of a grid."""
+    if (first := values.range(node.key[1])) is None:
         return None
-    return values.node("Literal", (np.bool_(reach[1] < 0).tobytes(),), (), kind)
+    over = [step * (n - 1) for step, n in zip(node.key[0], node.type[0], strict=True)]
+    return first[0] + sum(min(0, n) for n in over), first[1] + sum(max(0, n) for n in over)
 
 
 @rule("max", "min")

@@ -39,6 +39,7 @@ from .._program._primitives import inner_eqns, inner_jaxprs, is_backward, is_lig
 from .._program._splice import inlined
 from ._flat_program import BACKWARD, FORWARD, UNPAIRED, FlatProgram, Loop
 from ._pooling_places import by_place
+from ._row_batches import with_row_batches
 
 operands = _compat.scan_operands
 
@@ -131,7 +132,7 @@ class Opener:
         carries = [self._edge(CARRY, a, loop, index=i) for i, a in enumerate(init)]
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
-        body = by_place(body)
+        body = with_row_batches(by_place(body))
         if role == UNPAIRED:
             once = Equals(self.inliner)
             for inner in body:

@@ -43,6 +43,7 @@ from ._program_readers import Readers
 from ._regions_in_loops import chunked_in_loops, regions_in_loops
 from ._reversed_chains import chains_in_reverse
 from ._reversed_loops import loops_in_reverse
+from ._row_batches import with_row_batches
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 from ._selections import marked
@@ -241,6 +242,11 @@ PLAIN_PASSES = (
         "pooling",
         lambda program, task: FlatProgram.of(pooled_by_place(program.closed, early=not task.source.apart)),
         "The gradient of max pooling reads places, not the operand.",
+    ),
+    Pass(
+        "row batches",
+        lambda program, task: program.with_same(with_eqns(program.closed, with_row_batches(program.eqns))),
+        "Indices that count rows are batch dimensions.",
     ),
     Pass(
         "bits",
