@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import lax
 
 from ._compat import Atom, DType, shaped
 from ._primitives import PLACES, is_placed, is_placing, is_repeatable, pointwise_names
@@ -118,6 +119,16 @@ def rules(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         return
     if (rule := RULES.get(eqn.primitive.name)) is not None:
         yield from rule(eqn)
+
+
+JOINS = {"reduce_or": lax.or_p, "reduce_and": lax.and_p}
+"""Reductions whose parts are joined, in any order and however often, to the same bits, and what joins two."""
+
+
+def joined(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
+    """Yield the axes over which such a reduction joins entries."""
+    if eqn.primitive.name in JOINS:
+        yield from (BatchingRule((axis,), (None,), summed=True) for axis in eqn.params["axes"])
 
 
 def agree(placed: Iterable[tuple[Atom, int | None]]) -> bool:

@@ -31,6 +31,11 @@ class Sum(NamedTuple):
     atom: Any
 
 
+class Joined(NamedTuple):
+    atom: Any
+    by: str
+
+
 class Index(NamedTuple):
     number: int
 
@@ -49,22 +54,22 @@ class Added(NamedTuple):
     atom: Any
 
 
-Kind = Whole | Rows | Sum | Index | Carry | Written | Added
+Kind = Whole | Rows | Sum | Joined | Index | Carry | Written | Added
 
 
 @dataclass(frozen=True)
 class Places:
     """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
-    `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_zero` whether it
-    is zeros; `reaches` where an index along a dimension, which counts from zero, is as large as a place; `symbol` of
-    the loop.
+    `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_all` whether all
+    its entries are a number; `reaches` where an index along a dimension, which counts from zero, is as large as a
+    place; `symbol` of the loop.
     """
 
     number: Number
     literal: Callable[[Any], int]
     place: Callable[[int], Affine | None]
     is_index: Callable[[int], bool]
-    is_zero: Callable[[int], bool]
+    is_all: Callable[[int, int], bool]
     reaches: Callable[[int], tuple[int, Affine] | None]
     symbol: int
 

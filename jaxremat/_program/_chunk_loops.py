@@ -9,7 +9,7 @@ kinds, told from its operands:
 - *whole*: the same in all chunks;
 - *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other; *once* where
   those that the chunk before has too are zeros;
-- *sum*: what the chunks make of it adds up to a value of all rows;
+- *sum*: what the chunks make of it adds up to a value of all rows, or is *joined* to one;
 - *index*: a number made of `i` alone;
 - *carry*: one as it is so far, *written* with a chunk, or *added* to.
 
@@ -32,8 +32,21 @@ import numpy as np
 from jax import lax
 
 from . import _compat
-from ._axes import BILINEAR, LINEAR, BatchingRule, is_scattered, rules, sum_type
-from ._chunk_kinds import Added, AllRows, Carry, Index, Kind, Places, Rows, Sum, Whole, Written, stacked
+from ._axes import BILINEAR, JOINS, LINEAR, BatchingRule, is_scattered, rules, sum_type
+from ._chunk_kinds import (
+    Added,
+    AllRows,
+    Carry,
+    Index,
+    Joined,
+    Kind,
+    Places,
+    Rows,
+    Sum,
+    Whole,
+    Written,
+    stacked,
+)
 from ._compat import AbstractValue, AnyJaxpr, Atom, DType, SourceInfo, shaped
 from ._inline import followed
 from ._primitives import runs_once
@@ -165,6 +178,8 @@ class _Chunks:
             return self._scan(eqn, kinds)
         if has <= {Whole}:
             return self._same(eqn, kinds)
+        if name in JOINS and isinstance(kinds[0], Rows):
+            return [self._joined(eqn, kinds[0])]
         if has <= {Whole, Rows}:
             joined = self._of_parts(eqn, kinds[0]) if name == "reshape" else None
             return self._of_rows(eqn, kinds) if joined is None else [joined]
@@ -275,10 +290,12 @@ class _Chunks:
             if isinstance(made, Sum):
                 return Added(so_far.place, made.atom)
             raise OtherLoopError
-        if eqn.primitive.name not in ("add", "add_any"):
-            raise OtherLoopError
         if not isinstance(so_far, (Carry, Added)):
             so_far, others = kinds[1], kinds[:1]
+        if isinstance(others[0], Joined) and isinstance(so_far, Carry):
+            return self._joined_to(eqn, so_far, others[0])
+        if eqn.primitive.name not in ("add", "add_any"):
+            raise OtherLoopError
         dtype = shaped(eqn.outvars[0]).dtype
         if (
             not isinstance(so_far, (Carry, Added))
@@ -287,9 +304,25 @@ class _Chunks:
         ):
             raise OtherLoopError
         before = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
-        if before in self.known and self.places.is_zero(self.known[before]):
+        if before in self.known and self.places.is_all(self.known[before], 0):
             return Added(so_far.place, others[0].atom)
         return Added(so_far.place, self._made(eqn, [Whole(before), others[0]])[0])
+
+    def _joined(self, eqn: jex.JaxprEqn, rows: Rows) -> Kind:
+        """Return what a reduction joins of rows: all of them, or those of each entry."""
+        if rows.once or rows.parts > 1 or rows.dimension not in eqn.params["axes"]:
+            return self._of_rows(eqn, [rows])[0]
+        return Joined(self._made(eqn, [rows])[0], eqn.primitive.name)
+
+    def _joined_to(self, eqn: jex.JaxprEqn, so_far: Carry, joined: Joined) -> Kind:
+        """Return a carry that began with nothing, and to which chunks were joined."""
+        begin, neutral = self.begin[so_far.place], -1 if joined.by == "reduce_and" else 0
+        if shaped(eqn.outvars[0]).dtype == np.bool_:
+            neutral = abs(neutral)
+        begins = begin in self.known and self.places.is_all(self.known[begin], neutral)
+        if not begins or eqn.primitive is not JOINS[joined.by]:
+            raise OtherLoopError
+        return Added(so_far.place, joined.atom)
 
     # Rows, and sums over them.
 
@@ -521,7 +554,7 @@ class _Chunks:
         if _compat.is_literal(kind.atom):
             return not np.any(np.asarray(kind.atom.val))
         if kind.atom in self.known:
-            return self.places.is_zero(self.known[kind.atom])
+            return self.places.is_all(self.known[kind.atom], 0)
         if kind.atom not in self.maker:
             return False
         eqn, _, kinds = self.maker[kind.atom]

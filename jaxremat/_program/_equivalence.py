@@ -308,7 +308,7 @@ class _Numbers:
             self._literal,
             partial(scalar, values),
             lambda a: values.nodes[a].op == "Grid",
-            self._is_zero,
+            self._is_all,
             self._reaches,
             symbol,
         )
@@ -361,13 +361,13 @@ class _Numbers:
         along = [d for d, step in enumerate(index.key[0]) if step]
         return (along[0], least.key[1]) if len(along) == 1 and index.key[0][along[0]] == 1 else None
 
-    def _is_zero(self, value: int) -> bool:
+    def _is_all(self, value: int, number: int) -> bool:
         node = self.values.nodes[value]
         if node.op in ("broadcast_in_dim", "convert_element_type", "reshape"):
-            return self._is_zero(node.operands[0])
+            return self._is_all(node.operands[0], number)
         if node.op == "Literal":
-            return not any(node.key[0])
-        return node.op == "Grid" and not any(node.key[0]) and node.key[1] == constant(0)
+            return node.key[0] == np.asarray(number, node.type[1]).tobytes()
+        return node.op == "Grid" and not any(node.key[0]) and node.key[1] == constant(number)
 
     def _while(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         params, values = eqn.params, self.values

@@ -12,8 +12,9 @@ inside the loop), `_in_place_stacks`, `_stack_buffers`, `_row_reads`, `_fetch_tu
 `_sinking`; `_program_readers`, `_row_scans`, `_region_cut`, `_region_loops`, `_row_regions`, `_microbatches`,
 `_regions_in_loops`, `_row_chunks` (work on rows, or most of a step, chunk after chunk, in one loop or several),
 `_function_parts` (the same of functions that are differentiated later);
-`_pooling_places`, `_row_batches`, `_entry_gradients`, `_depthwise_gradient`, `_cotangent_chains`, `_canonical_convolutions`,
-`_kernel_choice` (equations of which the compiler makes better kernels); `_encodings` (values kept in fewer bits);
+`_pooling_places`, `_row_batches` (indices that count rows), `_entry_gradients`, `_depthwise_gradient`,
+`_cotangent_chains`, `_canonical_convolutions`, `_kernel_choice` (equations of which the compiler makes better
+kernels); `_encodings` (values kept in fewer bits);
 `_inverses`, `_reversed_loops`, `_reversed_chains` (blocks undone on the way back); `_undone_checkpoints`,
 `_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_decisions`, `_domain_edges` and
 `_selections` (what is decided once); `_masks` (which read results in place of operands); `_fingerprint`.

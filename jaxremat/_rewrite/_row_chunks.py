@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
 from .._program import _compat
-from .._program._axes import BatchingRule, Parts, is_scattered, sum_type
+from .._program._axes import JOINS, BatchingRule, Parts, is_scattered, sum_type
 from .._program._compat import Atom, Aval, DType, shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import (
@@ -153,7 +154,7 @@ class _Chunks:
         **Arguments:** `before` the equations that are done before this loop.
         """
         program, chain = self.program, list[int]()
-        if v not in self.adder or v in self.over or self._type(v) != shaped(v).dtype:
+        if v not in self.adder or v in self.over or self._type(v) != shaped(v).dtype or self._joins(v):
             return None
         last = v
         while True:
@@ -264,7 +265,7 @@ class _Chunks:
             if v in self.over
             else env[self.begun[v][1]]
             if v in self.begun
-            else lax.broadcast(zero.astype(self._type(v)), self._laid(v))
+            else self._before(v, zero)
             for v in self.leaves
         ]
         body = self._body()
@@ -291,6 +292,16 @@ class _Chunks:
     def _type(self, v: jex.Var) -> Any:
         """Return the type in which a result is carried from chunk to chunk."""
         return sum_type(shaped(v).dtype) if v in self.adder and v not in self.over else shaped(v).dtype
+
+    def _joins(self, v: jex.Var) -> Any:
+        """Return what joins a result with that of another chunk, None for sums and rows."""
+        return JOINS.get(self.program.eqns[self.program.maker[v]].primitive.name) if v in self.adder else None
+
+    def _before(self, v: jex.Var, zero: jax.Array) -> jax.Array:
+        """Return a result before the first chunk: what joined with another, or added to it, is that."""
+        if self._joins(v) is lax.and_p:
+            return jnp.full(self._laid(v), np.invert(np.zeros((), self._type(v))))
+        return lax.broadcast(zero.astype(self._type(v)), self._laid(v))
 
     def _body(self) -> jex.ClosedJaxpr:
         """Return one chunk: its index, the results so far and what the region reads -> the results."""
@@ -333,7 +344,7 @@ class _Chunks:
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             if rule.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            if rule.summed and self.parts.again(self.parts.rows):
+            if rule.summed and not self._joins(eqn.outvars[0]) and self.parts.again(self.parts.rows):
                 self._mask(eqns, eqn, rule, invars, index)
             params = rule.in_chunk(eqn, self.parts)
             outvars = [
@@ -405,7 +416,7 @@ class _Chunks:
 
         def written(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
             if d is None:
-                return whole + part.astype(whole.dtype)
+                return (self._joins(v) or lax.add_p).bind(whole, part.astype(whole.dtype))
             along = self._along(d)
             size = self.parts.of(whole.shape[along])
             rows = _in_shape(part, (*whole.shape[:along], size, *whole.shape[along + 1 :]))
@@ -438,8 +449,7 @@ class _ScannedChunks(_Chunks):
     def _run(self, *operands: object) -> list[jax.Array]:
         env = self._read(operands)
         start = [
-            env[self.over[v]] if v in self.over else jnp.zeros(shaped(v).shape, self._type(v))
-            for v in self.carried
+            env[self.over[v]] if v in self.over else self._before(v, jnp.zeros(())) for v in self.carried
         ]
         # The gradient of what chunks read whole is added up, chunk after chunk, in the type that they read.
         whole = [env[a].astype(_sum_type(env[a].dtype)) for a in self.whole]

@@ -24,7 +24,17 @@ import jax.extend.core as jex
 
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
-from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, Parts, agree, is_scattered, rules, sum_type
+from .._program._axes import (
+    OF_SUM,
+    OF_SUMS,
+    BatchingRule,
+    Parts,
+    agree,
+    is_scattered,
+    joined,
+    rules,
+    sum_type,
+)
 from .._program._compat import shaped
 from .._program._flops import alone_seconds, aval_nbytes, eqn_flops
 from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
@@ -384,12 +394,21 @@ class Grower:
         return max(aval_nbytes(v.aval) for i in self.rules for v in self.program.eqns[i].outvars)
 
     def with_sums(self, indices: Collection[int]) -> list[int]:
-        """Add the equations that add up sums which some of its equations make, or make another form of one; return
-        which these are.
+        """Add the equations that add up sums which some of its equations make, or make another form of one, and those
+        that join rows of theirs (see `JOINS`); return which these are.
         """
         eqns, found = self.program.eqns, list[int]()
-        made = {v for i in indices for v in eqns[i].outvars if v in self.sums}
+        own = {v for i in indices for v in eqns[i].outvars}
+        made = own & self.sums
         for i in self.program.alive:
+            if (
+                i not in self.rules
+                and i not in self.taken
+                and (join := self._of_rows(eqns[i], own)) is not None
+            ):
+                self.rules[i] = join
+                self.dimension[eqns[i].outvars[0]] = None
+                found.append(i)
             if i in self.rules or i in self.taken or (rule := self._of_sums(eqns[i], made)) is None:
                 continue
             (total,) = eqns[i].outvars
@@ -521,6 +540,14 @@ class Grower:
         (a, *_) = operands
         alone = len(self.program.readers[a]) == 1 and a not in self.program.returned
         return OF_SUM if alone and is_relabelling(eqn) else None
+
+    def _of_rows(self, eqn: jex.JaxprEqn, own: Collection[jex.Var]) -> BatchingRule | None:
+        """Return the way of an equation that joins rows which some of these equations make, in the same iteration."""
+        for rule in joined(eqn):
+            (rows, *_), scope = eqn.invars, self.program.scopes[self.program.maker[eqn.outvars[0]]]
+            if rows in own and scope == self.scope and rule.operands == (self.dimension[rows],):
+                return rule
+        return None
 
     def _goes_on(self, v: jex.Var) -> bool:
         """Return whether each chunk adds to a sum in its place, so that there is no sum of its own."""

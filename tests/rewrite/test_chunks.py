@@ -150,6 +150,28 @@ def test_a_matrix_that_a_split_into_one_leaves_whole_is_read_in_chunks() -> None
     close(evaluated(jex.jaxpr_as_fun(traced.flat))(*leaves), evaluated(jex.jaxpr_as_fun(cut))(*leaves), 1e-5)
 
 
+@pytest.mark.parametrize("chunks", [4, 3])
+def test_what_any_or_all_rows_are_leaves_no_rows(chunks: int) -> None:
+    """Which words some token or every token finds likely: neither is kept for all tokens, nor read by the gradient."""
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def whole(params: Any) -> Any:
+            logits = network(params, x) @ params["head"]
+            above = jax.lax.stop_gradient(logits) > 0
+            return cross_entropy(logits, y), (above.any((0, 1)), above.all((0, 1)), above.any(2))
+
+        return jax.value_and_grad(whole, has_aux=True)(params)
+
+    args = arguments()
+    traced = trace(jax.jit(step), args, {})
+    flat = FlatProgram.of(traced.flat)
+    cut = chunked(flat, [(regions(Readers(flat))[0], chunks)]).closed
+    assert max(v.aval.size for eqn in cut.jaxpr.eqns for v in eqn.outvars) < BATCH * LENGTH * WORDS
+    assert equivalence(traced.flat).difference(cut) is None
+    leaves = jax.tree.leaves(args)
+    close(evaluated(jex.jaxpr_as_fun(traced.flat))(*leaves), evaluated(jex.jaxpr_as_fun(cut))(*leaves), 1e-5)
+
+
 def normalised_by_all(logits: Any, labels: Any) -> Any:
     """Every token's loss weighs as the mean of all says: no token's gradient is known before all are read."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
