@@ -23,6 +23,7 @@ from .._model._primitive_names import FETCH, GATHER, OVERWRITING, PUT
 from .._model._stages import cut_stages
 from .._program import _compat
 from .._program._axes import is_scattered
+from .._program._compat import shaped
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
     is_fetch,
@@ -33,6 +34,7 @@ from .._program._primitives import (
     is_repeatable,
     reads_memory,
 )
+from .._program._row_indices import batched_indices
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._kernel_choice import replaced
@@ -42,6 +44,10 @@ from .._runtime._garbage import uncollected
 from ._epilogues import sums_of_scattered, written_sums
 from ._kernel_prices import behind_views, handed_over, priced
 from ._loop_memory import carried_values, crossing_values, with_waiting, written_whole
+
+INDEX_SHARE = 0.01
+"""Index arrays are not counted where they are less than this share, together, of all that is in memory: of a batch's
+labels they are a thousandth, of lookups in images as much as what is looked up."""
 
 SMALL_SHARE = 1e-4
 """Residuals below this share of what the forward pass writes are always saved, ..."""
@@ -159,6 +165,9 @@ def lower(
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
     in_memory |= {v for i in cotangents for v in nodes[i].outputs}
+    if not fuses_reductions:
+        small = INDEX_SHARE * sum(values[v].nbytes for v in in_memory)
+        in_memory |= _with_index_arrays(jaxpr.eqns, nodes, values, index, small)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = with_waiting(
         jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).materialises_eagerly
@@ -195,6 +204,33 @@ def lower(
     graph = priced(graph, jaxpr.eqns, device, written, seconds or {})
     graph = replace(graph, values=tuple(_as_copy(v, device) if v.id in copies else v for v in graph.values))
     return replace(graph, stages=cut_stages(graph))
+
+
+def _with_index_arrays(
+    eqns: Sequence[jex.JaxprEqn],
+    nodes: Sequence[Node],
+    values: list[Value],
+    index: Mapping[jex.Var, int],
+    small_nbytes: float,
+) -> set[int]:
+    """Return the indices of gathers and scatters with batch dimensions, and give them the size of what XLA:CPU makes
+    of them: in memory, once for all that read the same indices, each has its place in the batch beside it.
+
+    **Arguments:** `small_nbytes` up to which, together, they stay what they are, as labels of a batch.
+    """
+    found: dict[int, int] = {}
+    for eqn in eqns:
+        indices, beside = batched_indices(eqn)
+        if indices is not None and beside and indices in index:
+            v = behind_views(index[indices], eqns, nodes, values)
+            places = shaped(indices).shape[-1]
+            found[v] = max(found.get(v, 0), aval_nbytes(indices.aval) // places * (places + beside))
+    found = {v: nbytes for v, nbytes in found.items() if values[v].producer >= 0}
+    if sum(found.values()) <= small_nbytes:
+        return set()
+    for v, nbytes in found.items():
+        values[v] = replace(values[v], nbytes=max(nbytes, values[v].nbytes))
+    return set(found)
 
 
 def _as_copy(value: Value, device: DeviceSpec) -> Value:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from ._compat import shaped
+from ._compat import is_literal, shaped
 
 _GATHERS = ("collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims")
 _SCATTERS = (
@@ -29,6 +29,16 @@ def is_indexing(eqn: jex.JaxprEqn) -> bool:
     """Return whether it is a gather or a scatter of several columns of indices."""
     name, indices = eqn.primitive.name, eqn.invars[1:2]
     return (name == "gather" or name.startswith("scatter")) and shaped(indices[0]).shape[-1:] > (1,)
+
+
+def batched_indices(eqn: jex.JaxprEqn) -> tuple[Any, int]:
+    """Return the indices of a gather or scatter, None of others or where they are a literal, and of how many batch
+    dimensions each names one place alone.
+    """
+    name = eqn.primitive.name
+    if not (name == "gather" or name.startswith("scatter")) or is_literal(eqn.invars[1]):
+        return None, 0
+    return eqn.invars[1], len(eqn.params["dimension_numbers"].operand_batching_dims)
 
 
 def by_row(eqn: jex.JaxprEqn, counted: Sequence[int | None]) -> tuple[dict[str, Any], int] | None:
