@@ -290,6 +290,8 @@ class _Chunks:
             if isinstance(made, Sum):
                 return Added(so_far.place, made.atom)
             raise OtherLoopError
+        if len(kinds) != 2:
+            raise OtherLoopError
         if not isinstance(so_far, (Carry, Added)):
             so_far, others = kinds[1], kinds[:1]
         if isinstance(others[0], Joined) and isinstance(so_far, Carry):
