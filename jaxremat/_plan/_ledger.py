@@ -80,12 +80,15 @@ class Effort:
         finishing = self.compile_seconds if self.unfused_builds else 0.0
         return self.turn * self.planning_seconds / self.turns - self.stopwatch.seconds - finishing
 
-    def allows(self, fits: bool) -> bool:
-        """Return whether one more plan may be compiled, once something fits or while nothing does."""
+    def allows(self, fits: bool, more: int = 0) -> bool:
+        """Return whether one more plan may be compiled, once something fits or while nothing does.
+
+        **Arguments:** `more` compilations than a turn may take.
+        """
         if self.left_seconds < self.compile_seconds:
             self.stopwatch.interrupted = True
             return False
-        most = self.turn * self.most(fits)
+        most = self.turn * self.most(fits) + more
         allowed = not self.limited or (self.compilations < most and self.solves < SOLVES * most)
         self.exhausted |= not allowed
         return allowed
@@ -257,6 +260,15 @@ class Ledger:
         """Return whether the same schedule of the same variant was compiled."""
         same = (each for each in self.compiled if each.solution.schedule == solution.schedule)
         return any(each.graph.form == graph.form for each in same)
+
+    def has_like(self, graph: Graph, solution: Solution) -> bool:
+        """Return whether a schedule of the same variant was compiled that needs and takes the same by the model, be it
+        of another cutting.
+        """
+        profile = simulate(graph, solution.schedule)
+        needs = profile.peak_nbytes, profile.extra_seconds
+        same = (each for each in self.compiled if each.graph.form == graph.form)
+        return any((each.profile.peak_nbytes, each.profile.extra_seconds) == needs for each in same)
 
     def know(self, graph: Graph, schedule: Schedule) -> None:
         """Remember a schedule that was found elsewhere."""

@@ -266,7 +266,9 @@ class Search:
                 much = best is not None and self._worth_more(candidate, best, MUCH_GAIN)
                 if i >= rounds + more and not (much or self._misses(room, LITTLE)):
                     break
-                if not self._allows(None if much else best, room):
+                # Schedules of least memory may have taken all compilations, and cost several times the step.
+                more_compilations = MORE_ROUNDS if much and budget is None else 0
+                if not self._allows(None if much else best, room, more_compilations):
                     break
                 self.ledger.compile(candidate.graph, candidate.pending)
                 candidate.pending = None
@@ -370,10 +372,13 @@ class Search:
         seconds = extra_seconds(candidate.graph, candidate.pending.schedule)
         return candidate.gain(seconds, best) >= share * self.graph.step_seconds
 
-    def _allows(self, best: CompiledCandidate | None, budget: int) -> bool:
-        """Return whether another plan may be compiled: the first in any case, and those that correct what misses."""
+    def _allows(self, best: CompiledCandidate | None, budget: int, more: int = 0) -> bool:
+        """Return whether another plan may be compiled: the first in any case, and those that correct what misses.
+
+        **Arguments:** `more` compilations than the effort has.
+        """
         first = not (self.ledger.compiled or self.effort.fits)
-        if first or self.effort.allows(self._affordable(best)):
+        if first or self.effort.allows(self._affordable(best), more):
             return True
         share = LITTLE if self.corrections else NEAR
         corrects = not self.effort.fits and self.corrections < MORE_ROUNDS and self._misses(budget, share)
@@ -435,6 +440,8 @@ class Search:
                 is_least, least = peak == min(peaks) < least, min(peak, least)
                 if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
                     continue
+                if self.ledger.has_like(cut, solution):
+                    continue
                 fits = budget is not None and self._affordable(self.ledger.best(budget))
                 tried = any(self.ledger.is_lowest(each.solution) for each in self.ledger.compiled)
                 # A variant that may fit is not refused for want of time.
@@ -442,8 +449,7 @@ class Search:
                 promised = budget is not None and peak <= budget and untried
                 if tried and not (promised or is_least) and not self.effort.allows(fits):
                     continue
-                if not self.ledger.knows(cut, solution):
-                    self.ledger.compile(cut, solution)
+                self.ledger.compile(cut, solution)
                 if budget is not None and self._affordable(self.ledger.best(budget)):
                     return
 

@@ -10,11 +10,22 @@ from forms import of_chunks
 from graphs import UNIT, chain
 from test_host_copies import layers
 
-from jaxremat import Graph, Milp, SaveAll, Schedule, Solution, Solver, close_over_dependencies, simulate
+from jaxremat import (
+    Graph,
+    Milp,
+    RecomputeAll,
+    SaveAll,
+    Schedule,
+    Solution,
+    Solver,
+    close_over_dependencies,
+    simulate,
+)
 from jaxremat._model._loop_levels import Loops
 from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._stages import uncut
 from jaxremat._model._variant import ATTENTION, COPIES, INSIDE, PLAIN, ROWS, Choice, Estimate, Variant
+from jaxremat._plan import _ledger
 from jaxremat._plan._candidates import Candidate, CandidateSource, cheapest, next_allowance
 from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
@@ -340,6 +351,29 @@ def test_nothing_is_compiled_near_the_least_memory_where_little_is_to_be_gained(
     overhead = search.ledger.compiled[0].compiled_overhead
     assert overhead is not None and 0.003 < overhead < 0.005
     assert len(search.ledger.compiled) == 1
+
+
+def test_near_the_least_memory_the_search_goes_on_where_much_is_to_be_gained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The schedules of least memory have taken all compilations that there were."""
+    monkeypatch.setattr(_ledger, "COMPILATIONS", 1)
+    monkeypatch.setattr(_ledger, "MORE_COMPILATIONS", 0)
+    found = [near_the_least(lambda saved: 200 + saved / 3, step_seconds=s) for s in (2000.0, 20_000.0)]
+    much, little = (search.least(3) for search in found)
+    assert much is not None and len(much.solution.schedule.saved) > 20
+    assert little is not None and not little.solution.schedule.saved, "a twentieth of the step is not"
+
+
+def test_of_two_cuttings_in_which_the_least_memory_is_the_same_one_is_compiled() -> None:
+    graph = replace(chain(12), step_seconds=100.0)
+    *stages, last = graph.stages
+    halves = replace(last, stop=last.stop - 1, finished=()), replace(last, start=last.stop - 1)
+    search = searching(graph, RecomputeAll(), compiled_dearly, 1000 * UNIT)
+    search.source.made.append(replace(graph, stages=(*stages, *halves)))
+    search.lowest()
+    first, *others = search.ledger.compiled
+    assert all(each.solution.solver != first.solution.solver for each in others), "both need the same"
 
 
 class Bearable(Prefixes):
