@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from ._axes import BatchingRule
 from ._value_numbers import Affine, Values
+
+
+class OtherLoopError(Exception):
+    """This is no loop over chunks, for all that is known."""
+
 
 Number = Callable[[Any, list[int]], Sequence[int]]
 """An equation, the numbers of its operands -> those of its results."""
@@ -129,3 +135,19 @@ def _between(values: Values, array: int, axis: int, start: int, stop: int) -> in
     begin[axis], end[axis], size[axis] = start, stop, stop - start
     key = tuple(begin), tuple(end), (1,) * len(shape)
     return values.make("slice", key, [array], (tuple(size), dtype))
+
+
+def place_of(kind: Kind) -> tuple[Any, ...]:
+    """Return what kinds have to have in common to be alike."""
+    return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, Rows) else ())
+
+
+def is_rule(
+    rule: BatchingRule,
+    operands: Sequence[int | None],
+    results: Sequence[int | None],
+    sizes: Sequence[tuple[str, int | None]],
+) -> bool:
+    """Return whether a rule says where the rows of operands and results are, and which sizes they divide."""
+    same = rule.operands == operands and rule.results == tuple(results) and set(rule.sizes) == set(sizes)
+    return same and (rule.summed or None not in rule.results)

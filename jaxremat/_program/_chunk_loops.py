@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from . import _compat
-from ._axes import BILINEAR, JOINS, LINEAR, BatchingRule, is_scattered, rules, sum_type
+from ._axes import BILINEAR, JOINS, LINEAR, is_scattered, rules, sum_type
 from ._chunk_kinds import (
     Added,
     AllRows,
@@ -40,21 +40,20 @@ from ._chunk_kinds import (
     Index,
     Joined,
     Kind,
+    OtherLoopError,
     Places,
     Rows,
     Sum,
     Whole,
     Written,
+    is_rule,
+    place_of,
     stacked,
 )
 from ._compat import AbstractValue, AnyJaxpr, Atom, DType, SourceInfo, shaped
 from ._inline import followed
 from ._primitives import runs_once
 from ._splice import inlined, needed, typed
-
-
-class OtherLoopError(Exception):
-    """This is no loop over chunks, for all that is known."""
 
 
 def of_all_rows(
@@ -452,7 +451,7 @@ class _Chunks:
         } or {1}
         among = self._all.numerator * max(parts)
         able = (rule for rule in rules(whole) if rule.groups % among == 0 and not rule.copied)
-        if len(parts) > 1 or not any(_is(rule, dimensions, results, sizes) for rule in able):
+        if len(parts) > 1 or not any(is_rule(rule, dimensions, results, sizes) for rule in able):
             return None
         if any(d is not None and v.aval.shape[d] % among for v, d in zip(like, results, strict=True)):
             return None
@@ -514,7 +513,7 @@ class _Chunks:
                 continue
             changed = False
             for i, (kind, result) in enumerate(zip(given[consts:first], made, strict=False), consts):
-                if _place(kind) != _place(result):
+                if place_of(kind) != place_of(result):
                     if not isinstance(kind, Whole):
                         raise OtherLoopError
                     if not isinstance(result, (Rows, Sum)):
@@ -590,20 +589,6 @@ class _Chunks:
 def _variable(aval: AbstractValue) -> jex.Var:
     """Return a variable of a type; over which devices its values vary is not looked at."""
     return _compat.new_var(_compat.unvaried(aval))
-
-
-def _place(kind: Kind) -> Any:
-    return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, Rows) else ())
-
-
-def _is(
-    rule: BatchingRule,
-    operands: Sequence[int | None],
-    results: Sequence[int | None],
-    sizes: Sequence[tuple[str, int | None]],
-) -> bool:
-    same = rule.operands == operands and rule.results == tuple(results) and set(rule.sizes) == set(sizes)
-    return same and (rule.summed or None not in rule.results)
 
 
 _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
