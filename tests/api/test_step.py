@@ -203,7 +203,7 @@ def test_structs_in_place_of_arrays(budget: int) -> None:
 
 def test_one_planning_per_signature(budget: int) -> None:
     solver = Counting()
-    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=solver))(train)
+    step = jaxremat.optimize(budget, like=False, planning=jaxremat.Planning(solver=solver))(train)
     params, x = make_params(), make_batch()
     step(params, x)
     asked = solver.calls

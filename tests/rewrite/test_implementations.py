@@ -113,8 +113,8 @@ def test_a_planned_step_convolves_no_zeros(target: str) -> None:
     assert after.seconds < 0.97 * before.seconds
     budget = int(0.95 * plain.peak_nbytes)
     plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target)
-    first, last = plan.rounds[0], plan.rounds[-1]
+    first = plan.rounds[0]
     assert first.compiled_overhead is not None
     assert first.compiled_overhead < -0.05
     assert first.overhead == pytest.approx(first.compiled_overhead, abs=0.02)
-    assert last.overhead == pytest.approx(last.compiled_overhead, abs=0.07)
+    assert plan.overhead == pytest.approx(plan.compiled_overhead, abs=0.07)
