@@ -242,7 +242,7 @@ def pieces(step: Analysis) -> Iterator[Constraint]:
         for life in own:
             live[life.begin + 1 : life.end + 1] -= life.nbytes
     for n, span in spans.items():
-        if live[span].max() > profile.peak_nbytes - graph.base_nbytes:
+        if live[span].max(initial=0) > profile.peak_nbytes - graph.base_nbytes:
             yield Constraint(Point("behind", n), step.source[n].outvars, readers=None, why="pieces")
 
 
