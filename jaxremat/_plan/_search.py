@@ -440,7 +440,8 @@ class Search:
                 is_least, least = peak == min(peaks) < least, min(peak, least)
                 if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
                     continue
-                if self.ledger.has_like(cut, solution):
+                # Of one that misses a budget another cutting may be compiled to less.
+                if self.ledger.knows(cut, solution) or (not budget and self.ledger.has_like(cut, solution)):
                     continue
                 fits = budget is not None and self._affordable(self.ledger.best(budget))
                 tried = any(self.ledger.is_lowest(each.solution) for each in self.ledger.compiled)
