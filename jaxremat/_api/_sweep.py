@@ -167,9 +167,8 @@ class _Sweep:
             found = make()
             if path is not None:
                 keep(path, json.dumps(found))
-        if (
-            found.get("plan") is not None
-        ):  # so that a sweep that goes on knows as much as one that was not interrupted
+        # So that a sweep that goes on knows as much as one that was not interrupted.
+        if found.get("plan") is not None:
             self.before.rounds += _plan(found).rounds
         return found
 

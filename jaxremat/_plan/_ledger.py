@@ -225,10 +225,13 @@ class Ledger:
         """Return what compiled peaks of a variant are above predicted ones at about a budget, by plans for others; 0
         where none says.
         """
-        near = (each for each in self.rounds if each.form == graph.form)
-        by_distance = {abs(each.compiled_peak_nbytes - budget): each for each in near}
-        nearest = by_distance.get(min(by_distance, default=0))
-        if nearest is None or abs(nearest.compiled_peak_nbytes - budget) > within_nbytes:
+
+        def distance(of: Round) -> int:
+            return abs(of.compiled_peak_nbytes - budget)
+
+        known = (each for each in reversed(self.rounds) if each.form == graph.form)
+        nearest = min(known, key=distance, default=None)
+        if nearest is None or distance(nearest) > within_nbytes:
             return 0
         return nearest.compiled_peak_nbytes - nearest.predicted_peak_nbytes
 

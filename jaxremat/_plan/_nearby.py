@@ -13,6 +13,7 @@ Where another schedule than the neighbour's takes longer by the model, no other 
 import logging
 import warnings
 from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -111,26 +112,27 @@ def _form(graphs: EstimatedGraphs, plan: Plan) -> Variant | None:
     if plan.respect_checkpoint != problem.respect_checkpoint or plan.structure != problem.structure:
         return None
     before = Outline.parse(plan.outline)
-    found = [_choice(graphs, choice, before) for choice in plan.form.choices]
+    names = region_names(problem.traced) if plan.form.settings(ROWS) else []
+    found = [_choice(graphs, choice, before, names) for choice in plan.form.choices]
     return None if None in found else Variant.of(*filter(None, found))
 
 
-def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline) -> Choice | None:
-    """Return what this step may have of a choice of another, None where it has nothing."""
+def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline, names: Sequence[str]) -> Choice | None:
+    """Return what this step may have of a choice of another, None where it has nothing.
+
+    **Arguments:** `names` of this step's regions of rows.
+    """
     rule, site, setting = choice
-    traced = graphs.problem.traced
-    if rule == LOOP and before.lengths != traced.sites.lengths:
+    if rule == LOOP and before.lengths != graphs.problem.traced.sites.lengths:
         return _looped(graphs.variants.loops, choice, before.lengths[site])
-    if rule in (
-        LOOP,
-        INSIDE,
-    ):  # any levels have an estimate, and what is inside of chunks has it when these are made
+    # Any levels have an estimate, and what is inside of chunks has it when these are made.
+    if rule in (LOOP, INSIDE):
         return choice
     able = next((each.estimates for each in graphs.variants.others if each.rule == rule), {})
     if rule != ROWS:
         return choice if (site, setting) in able else None
-    names, name = region_names(traced), dict(before.rows)[site]
-    here, (chunks,) = names.index(name) if name in names else -1, setting
+    name, (chunks,) = dict(before.rows)[site], setting
+    here = names.index(name) if name in names else -1
     near = [own for number, own in able if number == here]
     nearest = min(near, key=lambda own: abs(log(own[0] / chunks)), default=None)
     return None if nearest is None else Choice(rule, here, nearest)
