@@ -1,5 +1,4 @@
-"""Settings of the whole test suite: property tests draw the same examples on every machine, and plans are made for the
-same processor.
+"""Settings of the whole test suite: property tests draw the same examples on every machine.
 
 `HYPOTHESIS_PROFILE=explore` draws new ones, more of them, and shrinks what fails, which may take minutes.
 
@@ -9,7 +8,6 @@ programs (`recorded`). Plans are not: a test of the planner has to plan.
 
 import gc
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,7 @@ import pytest
 import recorded
 from hypothesis import Phase, settings
 
-from jaxremat._compiler import _devices
-from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
 from jaxremat._plan import _ledger
-from jaxremat._runtime._cache_folder import cache_dir, store
 from jaxremat._solver import _milp
 
 settings.register_profile(
@@ -81,16 +76,6 @@ def pytest_runtest_teardown() -> Iterator[None]:
     return result
 
 
-# The figures of one processor, wherever the tests run: which of two plans is cheaper depends on them.
-RATES = (("f32", 1.6e11), ("bf16", 1.6e11), ("f64", 8.7e10))
-measure = _devices._measure
-
-
-def one_processor(name: str) -> DeviceSpec:
-    """What the tests find when they measure the processor, in whichever folder of theirs."""
-    return DeviceSpec(name, "cpu", 24 << 30, 4.5e10, RATES, 2e-6, 4.5e10)
-
-
 @pytest.fixture(params=[False, True], ids=["", "remat3"])
 def remat3(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Both forms in which JAX stages checkpoints: as `checkpoint` equations, and under the flag `jax_remat3`."""
@@ -98,11 +83,6 @@ def remat3(request: pytest.FixtureRequest) -> Iterator[bool]:
     jax.config.update("jax_remat3", request.param)
     yield request.param
     jax.config.update("jax_remat3", before)
-
-
-@pytest.fixture
-def really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_devices, "_measure", measure)
 
 
 @pytest.fixture
@@ -115,9 +95,7 @@ def few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where plans are kept, in a cache folder of the test's own that is in use; it knows this processor."""
-    for path in cache_dir().glob("cpu-*.json"):
-        shutil.copy(path, tmp_path)
+    """Where plans are kept, in a cache folder of the test's own that is in use."""
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
     monkeypatch.delenv("JAXREMAT_PLAN_CACHE")
     return tmp_path / "plans"
@@ -133,8 +111,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAXREMAT_CACHE"] = str(config.rootpath / ".pytest_cache" / "jaxremat")
     os.environ["JAXREMAT_PLAN_CACHE"] = "0"
-    key, path = cpu_file()
-    store(path, cpu_text(key, one_processor(key)))  # for processes that the tests start
-    _devices._measure = one_processor
     if not hasattr(config, "workerinput"):
         recorded.prune()

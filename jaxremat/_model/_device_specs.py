@@ -315,6 +315,16 @@ DEVICES: Mapping[str, DeviceSpec] = {
     ),
 }  # fmt: skip
 
+CPU = DeviceSpec(
+    "CPU", "cpu", 24 << 30, 4.5e10, (("f32", 1.6e11), ("bf16", 1.6e11), ("f64", 8.7e10)), 5e-7, 4.5e10
+)
+"""Every processor: two cores of a server's with 512-bit vectors, in large products, streams and small kernels in loops.
+
+One row, because plans depend on ratios: of f32 operations to bytes 3.6 here, and 3 to 8 where few cores share a memory.
+A measurement depends on what else runs: on one machine it gave 44 to 120 GB/s, and plans that differed.
+`profile="measure"` times single operations.
+"""
+
 # Words of `device_kind` ("NVIDIA A100-SXM4-40GB"), the most specific first.
 _KINDS: tuple[tuple[frozenset[str], str], ...] = tuple(
     (frozenset(words.split()), key)

@@ -1,8 +1,7 @@
 """Text by file name in a folder on disk: what one process found, every later one reads.
 
-Laws: a file is there whole or not at all, however many processes write it; one that they have to agree on is the first
-one's; what cannot be read is reported with a `JaxrematWarning` and counts as missing; so is, once, a folder that
-cannot be written, and left alone.
+Laws: a file is there whole or not at all, however many processes write it; what cannot be read is reported with a
+`JaxrematWarning` and counts as missing; so is, once, a folder that cannot be written, and left alone.
 """
 
 import contextlib
@@ -66,29 +65,6 @@ def store(path: Path, text: str) -> None:
                 f"The cache folder {folder} cannot be written ({error}): plans are not kept for the next "
                 "process. Set JAXREMAT_CACHE to a writable folder."
             )
-
-
-def settle(path: Path, text: str, parse: Callable[[str], T]) -> T:
-    """Write a file of which all processes have to have the same: one that another has written meanwhile stays.
-
-    **Returns:** what the file holds then; where no file can be written, what it would hold.
-    """
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = _draft(path, text)
-        try:
-            os.link(draft, path)  # looks and writes in one go, which `os.replace` does not
-        except FileExistsError:
-            try:
-                return parse(path.read_text(encoding="utf-8"))
-            except _UNREADABLE:
-                os.replace(draft, path)
-        except OSError:  # a file system without links
-            os.replace(draft, path)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(draft)
-    return parse(text)
 
 
 def write_atomically(path: Path, text: str) -> None:

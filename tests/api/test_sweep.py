@@ -27,7 +27,6 @@ from jaxremat import (
     Plan,
     PlanMismatchError,
 )
-from jaxremat._compiler._devices import measure_cpu
 from jaxremat._plan import _problem as problem_module
 from jaxremat._plan import _step_compiler
 
@@ -48,7 +47,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def frontier(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Frontier:
-    measure_cpu()  # once for all tests, in their own folder
     monkeypatch.setenv("JAXREMAT_CACHE", str(kept))
     monkeypatch.delenv("JAXREMAT_PLAN_CACHE", raising=False)
     return swept()

@@ -12,7 +12,7 @@ import pytest
 import jaxremat
 from examples.benchmarks.networks import program
 from jaxremat import close_over_dependencies
-from jaxremat._compiler._devices import DEVICES, measure_cpu
+from jaxremat._compiler._devices import CPU, DEVICES
 from jaxremat._compiler._hlo import Module, executed, parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._roofline import roofline
@@ -61,7 +61,7 @@ def test_channels_come_before_pixels() -> None:
 @pytest.mark.parametrize(
     ("device", "numbers", "dtype", "axes"),
     [
-        (measure_cpu(), LAST, jnp.float32, ()),
+        (CPU, LAST, jnp.float32, ()),
         (DEVICES["p100"], FIRST, jnp.float32, ()),
         (DEVICES["a100-40"], LAST, jnp.bfloat16, ()),
         (DEVICES["a100-40"], FIRST, jnp.bfloat16, (0, 2, 3, 1)),

@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,31 +310,6 @@ def test_several_processes_never_see_half_a_file(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert all(n > 80 for n in seen)  # but for what another process has just trimmed
     assert [path.name for path in (tmp_path / "plans").iterdir()] == ["one.json"]
-
-
-@pytest.mark.parametrize("found", ["nothing", "rubbish", "a file"])
-@pytest.mark.parametrize("links", [True, False])
-def test_a_file_to_agree_on_is_the_first_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str, links: bool
-) -> None:
-    path = tmp_path / "folder" / "one.json"
-    if found != "nothing":
-        path.parent.mkdir()
-        path.write_text("7" if found == "a file" else "{")
-    if not links:  # as on some network drives
-
-        def refuse(*_: Any) -> None:
-            raise PermissionError
-
-        monkeypatch.setattr(os, "link", refuse)
-    if found == "nothing" and links:
-        with ThreadPoolExecutor(8) as pool:  # as many processes would
-            agreed = list(pool.map(lambda i: _disk.settle(path, str(i), json.loads), range(1, 200)))
-        assert set(agreed) == {json.loads(path.read_text())}
-    else:
-        want = 7 if found == "a file" and links else 1
-        assert _disk.settle(path, "1", json.loads) == want == json.loads(path.read_text())
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
