@@ -260,8 +260,8 @@ def markdown(record: dict[str, Any]) -> str:
             f"{row['tokens']:,}",
             *sizes,
             _size(row["planned"]),
-            row["budget"],
-            _size(row.get("on host", 0)),
+            row["budget"].replace("GiB", " GiB"),
+            _size(row["on host"]) if row.get("on host") else "nothing",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
