@@ -23,7 +23,7 @@ from examples.benchmarks.records import Record
 from examples.benchmarks.runner import Asked, Benchmark, Rows, grid
 from jaxremat import InfeasibleBudgetError, MemoryStats, compiler_options, format_nbytes
 from jaxremat._compiler._hlo import parse
-from jaxremat._compiler._roofline import product_flops
+from jaxremat._compiler._roofline import kernels
 
 PLAIN, LEAST, AT = "plain", "least", "at the peak by hand"
 
@@ -57,7 +57,8 @@ def rows(asked: Asked, name: str) -> Rows:
 
 def of(compiled: Any) -> Record:
     """Return what a compiled step needs and does."""
-    flops = product_flops(parse(compiled.as_text()))
+    found = kernels(parse(compiled.as_text()))
+    flops = sum(kernel.total_trips * n for kernel in found for _, n in kernel.flops)
     return {"peak_nbytes": MemoryStats.of(compiled).peak_nbytes, "flops": flops}
 
 

@@ -140,23 +140,6 @@ def _weight(body: list[Kernel]) -> int:
     return sum(k.total_trips * (sum(n for _, n in k.flops) + _FLOPS_PER_BYTE * k.nbytes) for k in body)
 
 
-def product_flops(module: Module) -> int:
-    """Return the operations of all matrix products and convolutions, those in loops as often as they run."""
-
-    def of(computation: Computation) -> int:
-        scope, total = computation.by_name(), 0
-        for each in computation.instructions:
-            callees = (
-                module.computations[callee] for callee in each.callees if callee in module.computations
-            )
-            total += loop_length(each) * sum(map(of, callees))
-            if each.opcode.removesuffix("-start") in _PRODUCTS:
-                total += _product(each, [shape for o in each.operands for shape in scope[o].shapes])
-        return total
-
-    return of(module.computations[module.entry])
-
-
 def _kernel(
     module: Module, computation: Computation, scope: Mapping[str, Instruction], instruction: Instruction
 ) -> Kernel:

@@ -27,7 +27,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Var
 
 from .._model._later_passes import made_later
-from .._model._simulate import play, simulate
+from .._model._simulate import simulate
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import SUMS, is_loop_edge, is_product, is_relabelling, is_write
@@ -231,8 +231,8 @@ def pieces(step: Analysis) -> Iterator[Constraint]:
     found = [n for n in range(graph.forward_stop, len(graph.nodes)) if _outlived(step, n)]
     if not found:
         return
-    lives = {life.value: life for life in play(graph, schedule).lives if life.stage < 0}
     profile = simulate(graph, schedule)
+    lives = {life.value: life for life in profile.lives if life.stage < 0}
     live = np.array(profile.runs[2])  # with each whole in place of its pieces
     spans: dict[int, slice] = {}
     for n in found:

@@ -105,7 +105,7 @@ def lower(
     nodes: list[Node] = []
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses_reductions, better = backend(device.platform).fuses_reductions, replaced(backend(device.platform))
-    in_backward, decided = traced.in_backward, traced.decisions
+    in_backward, decided = traced.in_backward, traced.program.decisions
     # What is behind the first backward pass reads recomputed values, of a second loss too.
     begun = list(accumulate(in_backward, operator.or_))
     once = decided.once(in_backward) | decided.once(begun)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ._graph import Graph
 from ._host_copies import Transit
 from ._schedule import Schedule
-from ._tape import Run
+from ._tape import Life, Run
 
 REMEMBERED = 4  # profiles of a graph: those of very deep nets are large
 
@@ -44,13 +44,14 @@ class Profile:
     """What a schedule costs.
 
     **Fields:** `peak_nbytes`: including the base. `peak_event`: the index of the first event at the peak. `runs`: the
-    fields of all events, one tuple each. `alive`: pairs (value, stage that made it, or -1) at the peak, largest first.
-    `extra_seconds`: beyond the plain step's time.
+    fields of all events, one tuple each. `lives`: when each value is in memory. `alive`: pairs (value, stage that made
+    it, or -1) at the peak, largest first. `extra_seconds`: beyond the plain step's time.
     """
 
     peak_nbytes: int
     peak_event: int
     runs: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    lives: tuple[Life, ...]
     alive: tuple[tuple[int, int], ...]
     extra_seconds: float
 
@@ -132,6 +133,7 @@ def _simulated(graph: Graph, schedule: Schedule) -> Profile:
         peak_nbytes=graph.base_nbytes + max(peak, 0),
         peak_event=at,
         runs=(ran, made_for, tuple(live)),
+        lives=lives,
         alive=tuple(alive),
         extra_seconds=extra_seconds(graph, schedule),
     )

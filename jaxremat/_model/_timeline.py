@@ -19,7 +19,7 @@ import numpy as np
 from ._graph import Graph, Node
 from ._later_passes import later_passes, made_later
 from ._schedule import Schedule
-from ._simulate import again_seconds, play, simulate, transits
+from ._simulate import again_seconds, simulate, transits
 from ._tape import Life
 
 MOMENTS = 240
@@ -188,15 +188,15 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
     **Arguments:** `seconds`: what the whole run takes; the nodes' own seconds, which are prices of running them once
     more, only say how it is divided. `groups`: takes up what is named.
     """
-    nodes, made_for, lives = play(graph, schedule)
-    live = simulate(graph, schedule).runs[2]
+    profile = simulate(graph, schedule)
+    nodes, made_for, live = profile.runs
     prices = [graph.nodes[n].seconds for n in nodes]
     if sum(prices) <= 0:
         prices = [1.0] * len(nodes)
     scale = seconds / sum(prices) if prices else 0.0
     starts = [scale * t for t in accumulate(prices[:-1], initial=0.0)][: len(nodes)]
     chosen = _chosen(starts, live, seconds)
-    begins, ends = _changes(lives, [event for event, _ in chosen])
+    begins, ends = _changes(profile.lives, [event for event, _ in chosen])
     moments = []
     passes = later_passes(graph)
     sums: Counter[Kind] = Counter()

@@ -13,7 +13,7 @@ Where another schedule than the neighbour's takes longer by the model, no other 
 import logging
 import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -218,27 +218,40 @@ class _Neighbour:
         return None
 
     def _chosen(self, layout: _Layout) -> Solution | None:
-        """Return the schedule to compile next: the neighbour's, where it fits and uses the room, else the cheapest.
-        None where there is none, or it takes too long.
+        """Return the schedule to compile next, by the first of these attempts that gives one: the neighbour's, where
+        it fits and uses the room; what was solved for, saving less; what is solved for now; the neighbour's, where it
+        nearly fits. None where none does.
         """
         most, graph, own = self.temporaries_nbytes, layout.graph, layout.own
-        tried = any(each.solution is own for each in self.ledger.compiled)
+        new = all(each.solution is not own for each in self.ledger.compiled)
         left = most - layout.temporaries_nbytes(own)
-        again = extra_seconds(graph, own.schedule) > graph.extra_seconds
-        if left >= 0 and not tried and (self.ledger.solved or not again or left <= UNUSED * most):
-            return own
-        if self.solved is not None:
-            return self._saving_less(*self.solved) if self.solved[0] is layout else None
-        if not self.ledger.solved:
-            found = self.ledger.tried(graph, graph.base_nbytes + int((1 - SAFETY) * most))
-            if found is not None and self._is_worth(layout, found):
-                self.solved = layout, found
-                return found
-        return own if left >= -UNSURE * most and not tried else None
+        repeats = extra_seconds(graph, own.schedule) > graph.extra_seconds
+        is_best = self.ledger.solved or not repeats or left <= UNUSED * most
+        attempts: list[tuple[bool, Callable[[], Solution | None]]] = [
+            (new and left >= 0 and bool(is_best), lambda: own),
+            (self.solved is not None, partial(self._saving_less, layout)),
+            (not self.ledger.solved, partial(self._solved_for, layout)),
+            (new and left >= -UNSURE * most and self.solved is None, lambda: own),
+        ]
+        found = (attempt() for able, attempt in attempts if able)
+        return next((solution for solution in found if solution is not None), None)
 
-    def _saving_less(self, layout: _Layout, solution: Solution) -> Solution | None:
-        """Return a solution without some of what it saves, so that it fits; None where that takes too long."""
-        graph, most = layout.graph, self.temporaries_nbytes
+    def _solved_for(self, layout: _Layout) -> Solution | None:
+        """Return the cheapest schedule of a layout; None where it takes too long."""
+        graph = layout.graph
+        found = self.ledger.tried(graph, graph.base_nbytes + int((1 - SAFETY) * self.temporaries_nbytes))
+        if found is None or not self._is_worth(layout, found):
+            return None
+        self.solved = layout, found
+        return found
+
+    def _saving_less(self, layout: _Layout) -> Solution | None:
+        """Return what was solved for without some of what it saves, so that it fits; None where that takes too long, or
+        was solved for another layout.
+        """
+        if self.solved is None or self.solved[0] is not layout:
+            return None
+        graph, most, solution = layout.graph, self.temporaries_nbytes, self.solved[1]
         less = (replace(solution, schedule=each) for each in saving_less(graph, solution.schedule))
         able = (each for each in less if layout.temporaries_nbytes(each) <= most)
         found = min(able, key=lambda each: extra_seconds(graph, each.schedule), default=None)

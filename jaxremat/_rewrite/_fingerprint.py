@@ -16,7 +16,6 @@ from .._model._variant import ROWS
 from .._program import _compat
 from .._program._compat import Atom
 from ._flat_program import within
-from ._inlined_loops import inline_loops
 from ._selections import INSTEAD
 from ._trace import Traced
 
@@ -150,12 +149,9 @@ def region_names(traced: Traced) -> list[str]:
     """Return names of a step's regions of rows: of most of the step, or by the equations of each, and a number for
     those that have the same.
     """
-    program, inliner, regions = traced.merged.program, traced.merged.inliner.branch(), traced.sites.regions
-    in_loops = any(region.loop >= 0 for region in regions)  # numbered with loops inlined
-    inlined = inline_loops(program, inliner, inner=False).eqns if in_loops else []
-    found, seen = list[str](), Counter[str]()
-    for region in regions:
-        eqns = inlined if region.loop >= 0 else program.eqns
+    opened, found, seen = traced.sites.found.opened, list[str](), Counter[str]()
+    for region in traced.sites.regions:
+        eqns = (traced.merged.program if region.loop < 0 or opened is None else opened).eqns
         words = " ".join(sorted(_word(eqns[i]) for i in region.rules))
         name = "whole" if region.whole else hashlib.sha256(words.encode()).hexdigest()[:HASHED]
         found.append(f"{name}{seen[name] or ''}")

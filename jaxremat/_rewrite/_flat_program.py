@@ -18,6 +18,7 @@ from .._attention._finding import attention
 from .._program import _compat
 from .._program._compat import Atom
 from .._program._hints import Hint
+from ._decisions import Decisions, decisions
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class FlatProgram:
     def alive(self) -> list[bool]:
         """For each equation whether an output or an effect needs it."""
         return alive(self.closed)
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        """The decisions that must be of one run with what they are combined with."""
+        return decisions(self.eqns)
 
     def places(self, count: int) -> list[int]:
         """Return for each of the `count` equations of the plain program the last one here that computes the same, -1

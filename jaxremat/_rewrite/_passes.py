@@ -55,12 +55,14 @@ from ._undone_checkpoints import forward_again
 
 class Found(NamedTuple):
     """**Fields:** which pairs of scans are `cuttable`; `regions` of rows that may be done in chunks; `rules` for each
-    region the results that have rows: equation of the plain program, result, dimension of the rows.
+    region the results that have rows: equation of the plain program, result, dimension of the rows; `opened` the
+    program with its loops inlined, whose equations regions in loops are of.
     """
 
     cuttable: tuple[bool, ...] = ()
     regions: tuple[Region, ...] = ()
     rules: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    opened: FlatProgram | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def _look(program: FlatProgram, source: Source, inliner: Inliner) -> Found:
             )
             for region in known
         ),
+        in_loops.program,
     )
 
 

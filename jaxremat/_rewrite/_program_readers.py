@@ -10,7 +10,6 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_draw, is_fusion_root
 from ._backward_equations import backward_equations
-from ._decisions import Decisions, decisions
 from ._flat_program import FlatProgram, within
 
 SMALL = 1 / 64
@@ -66,17 +65,17 @@ class Readers:
     @cached_property
     def of_one_run(self) -> set[int]:
         """The equations that may not run again, because decisions or large cotangents depend on their very results."""
-        once = self._decisions.once(self._in_backward)
-        return once | self._decisions.edges.shared_cotangents(self._in_backward)
+        once = self.program.decisions.once(self._in_backward)
+        return once | self.program.decisions.edges.shared_cotangents(self._in_backward)
 
     @cached_property
     def of_a_run(self) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
         """Those of them that may run again with their operands: comparisons of a value with what was selected from it.
         By each the equations that made both sides, and those between these and the comparison.
         """
-        compared = self._decisions.compared
+        compared = self.program.decisions.compared
         shared = {j for i, own in compared.items() if self._in_backward[i] for j in own}
-        alone = self.of_one_run - shared - self._decisions.counted
+        alone = self.of_one_run - shared - self.program.decisions.counted
         return {i: (compared[i], frozenset(self._between(compared[i], i))) for i in alone if i in compared}
 
     @cached_property
@@ -84,14 +83,10 @@ class Readers:
         """The outermost loops with values that the forward pass reads beside numbers that are large at the edge of a
         domain, as where second derivatives are taken.
         """
-        beside = self._decisions.edges.beside.items() if self.program.loops else ()
+        beside = self.program.decisions.edges.beside.items() if self.program.loops else ()
         found = {j for i, others in beside if not self._in_backward[i] for j in (i, *others)}
         around = (within(self.loop_of[i], self.program.loops) for i in found)
         return frozenset(loops[-1] for loops in around if loops)
-
-    @cached_property
-    def _decisions(self) -> Decisions:
-        return decisions(self.eqns)
 
     @cached_property
     def _in_backward(self) -> Sequence[bool]:

@@ -29,7 +29,6 @@ from .._program._references import of_values
 from .._runtime._errors import warn
 from .._runtime._garbage import uncollected
 from ._backward_equations import backward_equations
-from ._decisions import Decisions, decisions
 from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._gathered_operands import Gather
 from ._passes import (
@@ -119,11 +118,6 @@ class Traced:
     def in_backward(self) -> Sequence[bool]:
         """For each equation whether it is of the backward pass, or comes after it."""
         return backward_equations(self.jaxpr.jaxpr.eqns, self.loop_of, self.loops)
-
-    @cached_property
-    def decisions(self) -> Decisions:
-        """The decisions that must be of one run with what they are combined with."""
-        return decisions(self.jaxpr.jaxpr.eqns)
 
     @property
     def over(self) -> frozenset[Any]:

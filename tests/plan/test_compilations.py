@@ -22,7 +22,7 @@ import jaxremat
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._lower._lower import lower
 from jaxremat._model._variant import PLAIN
-from jaxremat._rewrite import _passes, _trace
+from jaxremat._rewrite import _flat_program, _passes
 from jaxremat._rewrite._trace import trace
 
 WEIGHTS = [jnp.full((64, 64), 0.01, jnp.float32)] * 8
@@ -165,8 +165,8 @@ def test_a_program_is_looked_through_for_decisions_once_for_all_of_its_graphs(
 ) -> None:
     found = trace(jax.jit(make_step()), (WEIGHTS, X), {})
     looked: list[Any] = []
-    find = _trace.decisions
-    monkeypatch.setattr(_trace, "decisions", lambda eqns: looked.append(eqns) or find(eqns))
+    find = _flat_program.decisions
+    monkeypatch.setattr(_flat_program, "decisions", lambda eqns: looked.append(eqns) or find(eqns))
     one, other = (lower(found, DEVICES["h100"], base_nbytes=n) for n in (0, 1))
     assert one == replace(other, base_nbytes=0)
     assert len(looked) == 1
