@@ -21,9 +21,9 @@ class Builder:
         self.values: list[Value] = []
         self.starts: list[int] = []
 
-    def argument(self, size: int = 1, is_output: bool = False) -> int:
+    def argument(self, size: int = 1) -> int:
         """Return the id of a new argument of the step."""
-        return self._value(-1, size, True, is_output)
+        return self._value(-1, size, True, False)
 
     def node(
         self,
@@ -70,8 +70,8 @@ class Builder:
         """Begin a new stage with the next node."""
         self.starts.append(len(self.nodes))
 
-    def graph(self, *, base: int = 0, small: int = 0, step_seconds: float | None = None) -> Graph:
-        """Return the graph; a step takes the seconds of all its kernels unless told otherwise."""
+    def graph(self, *, base: int = 0, small: int = 0) -> Graph:
+        """Return the graph; a step takes the seconds of all its kernels."""
         stops = [*self.starts[1:], len(self.nodes)]
         graph = Graph(
             nodes=tuple(self.nodes),
@@ -81,8 +81,7 @@ class Builder:
             step_seconds=0.0,
             small_nbytes=small * UNIT,
         )
-        seconds = sum(n.seconds for n in graph.kernels()) if step_seconds is None else step_seconds
-        return replace(graph, step_seconds=seconds)
+        return replace(graph, step_seconds=sum(n.seconds for n in graph.kernels()))
 
     def _value(self, producer: int, size: int, materialised: bool, is_output: bool) -> int:
         v = len(self.values)

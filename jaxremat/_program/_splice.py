@@ -74,13 +74,10 @@ def typed(atom: Atom) -> AbstractValue | jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype, weak_type=weak)
 
 
-def in_place_of(
-    eqn: jex.JaxprEqn, fn: Callable[..., object], operands: Sequence[Atom] | None = None
-) -> list[jex.JaxprEqn]:
-    """Return the equations of a function in the place of one, of its operands or of others."""
-    operands = eqn.invars if operands is None else operands
-    closed = jax.make_jaxpr(fn)(*map(typed, operands))
-    return inlined(closed, operands, eqn.source_info, eqn.outvars)[0]
+def in_place_of(eqn: jex.JaxprEqn, fn: Callable[..., object]) -> list[jex.JaxprEqn]:
+    """Return the equations of a function of its operands in the place of one."""
+    closed = jax.make_jaxpr(fn)(*map(typed, eqn.invars))
+    return inlined(closed, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
 def needed(eqns: Sequence[jex.JaxprEqn], results: Iterable[Atom]) -> list[int]:
