@@ -66,7 +66,7 @@ test: setup ## the fast tests, on the CPU
 
 # At most a minute and a half: files of every room, and golden facts of steps.
 QUICK := $(addprefix tests/,test_house.py test_structure.py api/test_bad_input.py api/test_comparison.py \
-	api/test_end_to_end.py attention/test_attention_found.py cli/test_doctor.py compiler/test_alive.py \
+	api/test_planning.py attention/test_attention_found.py cli/test_doctor.py compiler/test_alive.py \
 	compiler/test_devices.py compiler/test_hlo.py compiler/test_roofline.py compiler/test_tags.py docs/test_pictures.py \
 	emit/test_segmentation.py examples/test_residuals.py \
 	lower/test_epilogues.py lower/test_loop_memory.py model/test_host_copies.py model/test_levels.py \

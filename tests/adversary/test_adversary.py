@@ -12,6 +12,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same, compile_plain
 from evaluation import evaluate
 from grown_nets import LARGEST, grown, is_grown, name_of, smaller
 from judging import Judge, numbers
@@ -19,7 +20,6 @@ from odd_nets import ODD
 from odd_ways import ODD_WAYS
 from random_nets import NETS, ROWS, WIDTH
 from random_steps import MAPPED, TWICE, WAYS, Step, fitting, random_step, step_of
-from test_optimize import assert_same, compile_plain
 from zoo_kinds import KINDS
 
 import jaxremat

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_close
 from flax import linen as nn
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
@@ -90,8 +91,7 @@ def test_linen_modules_keep_their_names_results_and_statistics(emit: str) -> Non
     step = jax.jit(jax.value_and_grad(loss_of(planned), has_aux=True), compiler_options=options)
     found = step(params, rest, x)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
     def value(net: nn.Module) -> Any:
         return lambda params: loss_of(net)(params, rest, x)[0]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparing import assert_close
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, JaxrematWarning, Plan
@@ -85,6 +86,9 @@ class TestForAGpu:
 
     args = shapes()
     state_nbytes = sum(a.size * 4 for a in jax.tree.leaves(args[1]))
+    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), args[0][0])
+    """The weights of sixteen layers in a scan."""
+    stacked_nbytes = sum(a.size * 4 for a in stacked)
 
     @pytest.fixture(autouse=True)
     def cache(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, few_compilations: None) -> None:
@@ -162,9 +166,7 @@ class TestForAGpu:
 
     def test_stacks_come_and_go_row_by_row(self) -> None:
         """With the layers in a scan neither the state of all layers is on the device, nor their gradients."""
-        weights, x = self.args[0], self.args[2]
-        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), weights[0])
-        nbytes = sum(a.size * 4 for a in stacked)
+        stacked, nbytes, x = self.stacked, self.stacked_nbytes, self.args[2]
         there = jaxremat.to_host(jax.eval_shape(ADAM.init, stacked))
         options: dict[str, Any] = {"donate_argnums": (0, 1), "target": "h100"}
         plain = jaxremat.memory(scanned, stacked, there, x, **options)
@@ -175,9 +177,7 @@ class TestForAGpu:
 
     def test_weights_of_layers_go_where_the_state_is_not_enough(self) -> None:
         """Weights, state and gradients of all layers exceed the budget several times."""
-        weights, x = self.args[0], self.args[2]
-        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), weights[0])
-        nbytes = sum(a.size * 4 for a in stacked)
+        stacked, nbytes, x = self.stacked, self.stacked_nbytes, self.args[2]
         args = stacked, jax.eval_shape(ADAM.init, stacked), x
         options: dict[str, Any] = {"budget": nbytes // 2, "donate_argnums": (0, 1), "target": "h100"}
         with pytest.warns(JaxrematWarning, match="row by row in its loops"):
@@ -200,8 +200,7 @@ class TestForAGpu:
 
     def test_the_least_memory_is_no_more_than_a_budget_reaches(self) -> None:
         """Weights and state are three times as much."""
-        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), self.args[0][0])
-        nbytes = sum(a.size * 4 for a in stacked)
+        stacked, nbytes = self.stacked, self.stacked_nbytes
         args = stacked, jax.eval_shape(ADAM.init, stacked), self.args[2]
         options: dict[str, Any] = {"budget": "min", "donate_argnums": (0, 1), "target": "h100"}
         with pytest.warns(JaxrematWarning, match="row by row in its loops"):
@@ -210,9 +209,7 @@ class TestForAGpu:
         assert plan.peak_nbytes <= nbytes // 2
 
     def test_frozen_weights_that_could_stream_are_named(self) -> None:
-        weights, x = self.args[0], self.args[2]
-        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), weights[0])
-        nbytes = sum(a.size * 4 for a in stacked)
+        stacked, nbytes, x = self.stacked, self.stacked_nbytes, self.args[2]
         options: dict[str, Any] = {"budget": nbytes // 2, "target": "h100", "offload": True}
         with pytest.raises(InfeasibleBudgetError, match=r"Write `weights = jaxremat\.to_host\(weights\)`"):
             jaxremat.plan(scaled, jax.ShapeDtypeStruct((), jnp.float32), stacked, x, **options)
@@ -222,8 +219,7 @@ class TestForAGpu:
 
     def test_the_link_s_seconds_count_where_kernels_do_not_hide_them(self) -> None:
         """Of few rows kernels take less time than copies: what came once is saved on the device, if that has room."""
-        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), self.args[0][0])
-        nbytes, spec = sum(a.size * 4 for a in stacked), Target("h100").spec
+        stacked, nbytes, spec = self.stacked, self.stacked_nbytes, Target("h100").spec
         scale, there = jax.ShapeDtypeStruct((), jnp.float32), jaxremat.to_host(stacked)
         shares: list[float] = []
         for rows in (128, 65536):
@@ -278,8 +274,7 @@ def test_a_call_gives_up_what_is_donated_and_gets_it_back_from_the_host() -> Non
     found = follow(weights, state, x)
     assert all(leaves[place].is_deleted() for place in places)
     assert "pinned_host" in kinds(found[1]) and kinds(found[0]) == {"device"}
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert_close(found, expected, rtol=2e-5, atol=1e-6)
     expected = jax.jit(step)(*expected[:2], x)
     found = follow(*found[:2], x)
     np.testing.assert_allclose(found[2], expected[2], rtol=2e-5)
@@ -341,6 +336,5 @@ def test_a_step_with_everything_in_host_memory_runs(budget: str) -> None:
         found = follow(*there, x)
         assert all(leaf.is_deleted() for leaf in old)
         assert kinds(found[:2]) == {"pinned_host"}
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+        assert_close(found, expected, rtol=2e-5, atol=1e-6)
         there, expected = found[:2], jax.jit(scanned)(*expected[:2], x)

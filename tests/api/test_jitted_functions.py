@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from comparing import assert_same
 from jax.sharding import NamedSharding, PartitionSpec
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat import ArgumentError, MinCut

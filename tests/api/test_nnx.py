@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparing import assert_same
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat import JaxrematWarning, MinCut

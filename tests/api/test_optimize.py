@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from comparing import assert_same, compile_plain, stripped
 from zoo import BY_NAME, ZOO, Case
 
 import jaxremat
@@ -15,35 +15,6 @@ from jaxremat import InfeasibleBudgetError, MemoryStats
 pytestmark = pytest.mark.usefixtures("few_compilations")
 
 SHARE = 0.6
-ROUNDING = 2e-5
-"""Largest difference allowed, relative to the largest entry of the array that it is in."""
-
-
-def compile_plain(case: Case, args: Any) -> jax.stages.Compiled:
-    """The step under `jax.jit`, with the options that make its memory comparable."""
-    jitted = jax.jit(case.step, donate_argnums=case.donate_argnums)
-    return jitted.lower(*args).compile(compiler_options=jaxremat.compiler_options("cpu"))
-
-
-def assert_same(want: Any, got: Any, rounding: float = ROUNDING) -> None:
-    """Equal structures and types; equal integers and keys; floats equal to rounding."""
-    assert jax.tree.structure(want) == jax.tree.structure(got)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        assert (a.dtype, a.shape, a.aval.weak_type) == (b.dtype, b.shape, b.aval.weak_type)
-        if jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        if jax.numpy.issubdtype(a.dtype, jax.numpy.floating):
-            x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            allowed = rounding if a.dtype == np.float32 else float(jax.numpy.finfo(a.dtype).eps)
-            assert np.abs(x - y).max(initial=0) <= allowed * np.abs(x).max(initial=0)
-        else:
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def stripped(compiled: jax.stages.Compiled) -> str:
-    """A compiled module's text without names of source places, which have no effect."""
-    text = re.sub(r", metadata=\{[^}]*\}", "", str(compiled.as_text()))
-    return re.sub(r"(?m)^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text)
 
 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from comparing import assert_same
 from jax.core import Tracer
-from test_optimize import assert_same
 
 import jaxremat
 

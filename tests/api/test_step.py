@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_close, assert_same, stripped
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_optimize import assert_same, stripped
 
 import jaxremat
 from jaxremat import (
@@ -144,8 +144,6 @@ def test_static_arguments() -> None:
         assert_same(want, numbers(params, x, 1.0, activation, None))
     sin, tanh = (numbers.plan(params, x, 1.0, name, None) for name in ("sin", "tanh"))
     assert sin.fingerprint != tanh.fingerprint
-    with pytest.raises(ArgumentError, match="cannot be hashed"):
-        numbers(params, x, 1.0, ["sin"], None)
 
 
 def test_methods(budget: int) -> None:
@@ -257,15 +255,8 @@ def test_plan_from_a_file_needs_no_solver(planned: jaxremat.Step, tmp_path: Any,
     assert stripped(step.compile(*args)) == stripped(planned.compile(*args))
     assert_same(jax.jit(train)(*args), step(*args))
     assert "plan=" in repr(step)
-    with pytest.raises(
-        PlanMismatchError, match=r"was made for the program \w{12}, this step is .* was float32\["
-    ) as what:
+    with pytest.raises(PlanMismatchError, match=r"was made for the program \w{12}, .*Plan this step afresh"):
         step(args[0], make_batch(BATCH + 1))
-    assert f"[{BATCH + 1}," in str(what.value)
-    with pytest.raises(PlanMismatchError, match="Plan this step afresh"):
-        jaxremat.optimize(plan=loaded, static_argnums=3)(train)(*args, 1.0, "sin")
-    with pytest.raises(PlanMismatchError, match=r"argument 0\S+ was not donated and is"):
-        jaxremat.optimize(plan=loaded, donate_argnums=0)(train)(*args)
     path = tmp_path / "plan.json"
     assert jaxremat.optimize(plan=path)(train).plan(*args) == jaxremat.optimize(plan=str(path))(train).plan(
         *args
@@ -290,8 +281,7 @@ def test_thorough_effort_gives_no_worse_plan(budget: int) -> None:
     assert found.compile_count >= quick.compile_count
     assert found.overhead <= quick.overhead
     again = jaxremat.optimize(plan=Plan.from_json(found.to_json()))(train)
-    for got, wanted in zip(jax.tree.leaves(again(*args)), jax.tree.leaves(train(*args)), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert_close(again(*args), train(*args), rtol=1e-5, atol=1e-6)
 
 
 def test_unverified_plan(budget: int) -> None:
@@ -326,25 +316,10 @@ def test_refused_where_written() -> None:
 
     with pytest.raises(ArgumentError, match="but not both"):
         jaxremat.optimize()
-    with pytest.raises(ArgumentError, match="effort='heroic'"):
-        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(effort="heroic"))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="time_limit=0"):
-        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(time_limit=0))
     with pytest.raises(ArgumentError, match="no method `solve"):
         jaxremat.optimize(AMPLE, planning=jaxremat.Planning(solver=object()))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="decorates functions; it was given a int"):
         jaxremat.optimize(AMPLE)(3)  # type: ignore[arg-type]
-
-
-def test_a_solvers_class_in_place_of_a_solver() -> None:
-    with pytest.raises(ArgumentError, match="Pass an instance"):
-        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(solver=MinCut))  # type: ignore[arg-type]
-
-
-def test_leaves_that_are_no_arrays() -> None:
-    step = jaxremat.optimize(AMPLE)(train)
-    with pytest.raises(ArgumentError, match=r"is a str \('tanh'\).*static_argnums"):
-        step(make_params(), make_batch(), 1.0, "tanh")
 
 
 @pytest.mark.parametrize(

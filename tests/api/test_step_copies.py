@@ -3,17 +3,15 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from test_optimize import assert_same
+from comparing import assert_same
 
 import jaxremat
-from jaxremat import Graph, JaxrematWarning, MinCut, Solution
-from jaxremat._runtime import _cache_folder
+from jaxremat import Graph, MinCut, Solution
 
 P, X = jnp.eye(16) + 0.1, jnp.ones((32, 16)) / 16
 SOLVED: list[int] = []
@@ -89,15 +87,3 @@ def test_plans_of_a_decorated_step_go_along() -> None:
 def test_what_cannot_be_pickled_says_so_itself() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         pickle.dumps(planned(lambda p, x: function(p, x)))
-
-
-def test_a_folder_that_cannot_be_written_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("JAXREMAT_CACHE", str(blocked))
-    with pytest.warns(JaxrematWarning, match="cannot be written") as said:
-        _cache_folder.store(blocked / "plans" / "a.json", "{}")
-        _cache_folder.store(blocked / "plans" / "b.json", "{}")
-    assert len(said) == 1

@@ -1,5 +1,6 @@
 """Steps without the matrix of scores of their attention: the same numbers, of a fraction of the memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,12 @@ def in_parts(step: Any, *args: Any) -> Traced:
     return trace(jax.jit(step), args, {}).in_form(IN_PARTS)
 
 
+def compare(changed: Traced, step: Callable[..., Any], args: Any, tolerance: float) -> None:
+    """The results of a step in another form with its own."""
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
+    assert_close(found, jax.tree.leaves(evaluated(step)(*args)), tolerance)
+
+
 @pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
 def test_the_same_numbers(attend: Attend) -> None:
     scanned = attend not in (FOUND["plain"], FOUND["grouped"], FOUND["dropout"])
@@ -40,9 +47,7 @@ def test_the_same_numbers(attend: Attend) -> None:
     assert axis != pattern.key
     assert count > 1
     assert pattern.sizes[axis] % count == 0
-    wanted = evaluated(case.step)(*case.args)
-    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
-    assert_close(found, jax.tree.leaves(wanted), 5e-2 if attend in SHORT else 2e-5)
+    compare(changed, case.step, case.args, 5e-2 if attend in SHORT else 2e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -68,8 +73,7 @@ def test_in_microbatches(rows: int) -> None:
     changed = plain.in_form(IN_PARTS.also(Choice(ROWS, site, (8 // rows,))))
     done = [eqn for eqn in changed.jaxpr.jaxpr.eqns if is_attention(eqn)]
     assert len(done) == 4
-    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
-    assert_close(found, jax.tree.leaves(evaluated(step)(weights, x)), 2e-5)
+    compare(changed, step, (weights, x), 2e-5)
 
 
 @pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
@@ -117,8 +121,7 @@ def test_under_checkpoints_of_the_users() -> None:
         case = attending(attend, layers=2, scanned=scanned)
         changed = in_parts(case.step, *case.args)
         assert sum(map(is_attention, changed.jaxpr.jaxpr.eqns)) == (2 if scanned else 4)
-        found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
-        assert_close(found, jax.tree.leaves(evaluated(case.step)(*case.args)), 2e-5)
+        compare(changed, case.step, case.args, 2e-5)
 
 
 def test_several_examples_at_once() -> None:
@@ -168,8 +171,7 @@ def test_where_nothing_differentiates_it(name: str, scanned: bool) -> None:
     assert [eqn.primitive for eqn in done] == [ATTEND] * (1 if scanned else 2)
     assert len(changed.attention) == len(done)
     assert any(attends(eqn) and not is_attention(eqn) for eqn in eqns) is scanned
-    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
-    assert_close(found, jax.tree.leaves(evaluated(step)(*args)), 5e-2 if name == "bfloat16" else 2e-5)
+    compare(changed, step, args, 5e-2 if name == "bfloat16" else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +195,8 @@ def test_forward_passes_that_forms_run_by_themselves(choice: Choice) -> None:
     assert closed and all(map(attends, closed))
     inside = (shaped(v) for eqn in closed for inner in inner_eqns(eqn) for v in inner.outvars)
     assert all(a.shape.count(LENGTH) < 2 for a in inside if jnp.issubdtype(a.dtype, jnp.floating))
-    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
     # Inputs that are computed from outputs differ in the last bits, and each layer adds some.
-    tolerance = 1e-4 if choice.rule == REVERSED else 2e-5
-    assert_close(found, jax.tree.leaves(evaluated(step)(weights, x)), tolerance)
+    compare(changed, step, (weights, x), 1e-4 if choice.rule == REVERSED else 2e-5)
 
 
 def of_buckets(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
@@ -260,6 +260,4 @@ def test_biases_that_are_learned(attend: Any, scanned: bool) -> None:
     assert all(
         a.size < BATCH * HEADS * LENGTH * LENGTH for a in made if jnp.issubdtype(a.dtype, jnp.floating)
     )
-    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
-    wanted = jax.tree.leaves(evaluated(step)(*args))
-    assert_close(found, wanted, 2e-2 if attend is of_places else 2e-5)
+    compare(changed, step, args, 2e-2 if attend is of_places else 2e-5)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparing import assert_close
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from zoo import BY_NAME
 
@@ -124,8 +125,7 @@ def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
         step.step
     )
     want = jax.jit(step.step)(*step.make_args())
-    for got, expected in zip(jax.tree.leaves(here(*step.make_args())), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
+    assert_close(here(*step.make_args()), want, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -266,8 +266,7 @@ def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: 
     here = jaxremat.memory(jax.jit(step), *args).peak_nbytes
     monkeypatch.setattr("jaxremat._api._step.find", lambda kind: "h100")
     roomy = jaxremat.optimize(2 * max(peak, here), target="h100")(step)
-    for got, want in zip(roomy(*args), step(*args), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert_close(roomy(*args), step(*args), rtol=1e-4, atol=1e-6)
     tight = jaxremat.optimize(int(0.7 * peak), target="h100")(step)
     assert not tight.plan(*args).drops_nothing
     own = MemoryStats.of
@@ -281,8 +280,7 @@ def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: 
         with pytest.raises(InfeasibleBudgetError, match=r"this machine's compiler needs .* without `target`"):
             tight(*args)
     # XLA:CPU without the options that plans have here strips barriers: that is another program
-    for got, want in zip(tight(*args), step(*args), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert_close(tight(*args), step(*args), rtol=1e-4, atol=1e-6)
     plan = tight.plan(*args)
     assert plan.peak_nbytes <= int(0.7 * peak) and "without the device" not in plan.compiler
 

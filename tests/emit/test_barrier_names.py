@@ -6,7 +6,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
-from test_optimize import assert_same
+from comparing import assert_same
 
 import jaxremat
 from examples.benchmarks.networks import program

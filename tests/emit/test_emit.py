@@ -10,8 +10,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
 from jax.core import ShapedArray
-from test_optimize import assert_same
 from zoo import BY_NAME
 
 import jaxremat

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from comparing import assert_same
 from jax import lax
-from test_optimize import assert_same
 from zoo import BY_NAME, Case
 from zoo_calls import CALLS
 from zoo_checkpoints import CHECKPOINTS

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from comparing import assert_same
 from jax import lax
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat import MemoryStats, compiler_options
@@ -40,15 +40,19 @@ def args() -> Any:
     return weights, jax.random.normal(keys[0], SHAPE)
 
 
-def test_what_differences_were_made_of_is_not_kept_beside_them() -> None:
-    plain = jax.jit(step, donate_argnums=0).lower(*args()).compile(compiler_options=compiler_options())
+def check_prediction(step: Any, args: Any) -> None:
+    """Of the peak of half of the temporaries; results are equal."""
+    plain = jax.jit(step, donate_argnums=0).lower(*args).compile(compiler_options=compiler_options())
     stats = MemoryStats.of(plain)
     budget = stats.peak_nbytes - stats.temporaries_nbytes // 2
     planned = jaxremat.optimize(budget, donate_argnums=0, allow=())(step)
-    plan = planned.plan(*args())
-    first = plan.rounds[0]
+    first = planned.plan(*args).rounds[0]
     assert abs(first.predicted_peak_nbytes - first.compiled_peak_nbytes) < 0.05 * stats.temporaries_nbytes
-    assert_same(plain(*args()), planned(*args()))
+    assert_same(plain(*jax.tree.map(jnp.copy, args)), planned(*args))
+
+
+def test_what_differences_were_made_of_is_not_kept_beside_them() -> None:
+    check_prediction(step, args())
 
 
 def gelu_step(weights: Any, x: jax.Array) -> Any:
@@ -69,11 +73,4 @@ def test_costly_results_within_kernels_of_both_passes_are_not_kept_for_the_later
     weights = [
         (0.1 * jax.random.normal(k, (64, 256)), 0.1 * jax.random.normal(j, (256, 64))) for k, j in pairs
     ]
-    given = weights, jnp.ones((2048, 64))
-    plain = jax.jit(gelu_step, donate_argnums=0).lower(*given).compile(compiler_options=compiler_options())
-    stats = MemoryStats.of(plain)
-    budget = stats.peak_nbytes - stats.temporaries_nbytes // 2
-    planned = jaxremat.optimize(budget, donate_argnums=0, allow=())(gelu_step)
-    first = planned.plan(*given).rounds[0]
-    assert abs(first.predicted_peak_nbytes - first.compiled_peak_nbytes) < 0.05 * stats.temporaries_nbytes
-    assert_same(plain(*jax.tree.map(jnp.copy, given)), planned(*given))
+    check_prediction(gelu_step, (weights, jnp.ones((2048, 64))))

@@ -7,7 +7,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
-from test_optimize import assert_same
+from comparing import assert_same
 
 import jaxremat
 from jaxremat import RecomputeAll

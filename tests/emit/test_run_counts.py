@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
 from forms import of_chunks
 from jax import lax
 from jax.experimental import io_callback
 from test_emit import all_dropped, compiled
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat._compiler._devices import detect

@@ -97,14 +97,6 @@ IN_CHUNKS = {
 """Work in chunks of rows, or most of a step in microbatches, by the number of the region."""
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_loops_in_parts_and_levels_are_proved(name: str) -> None:
-    found = traced(CASES[name])
-    form = found.in_form(of_levels(*[PARTS[name]] * len(found.sites.lengths)))
-    for graph, saved in schedules(form):
-        assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
-
-
 LAST_APART = (
     "layers", "reversed layers", "unrolled by 4", "five layers", "seven layers, reversed", "checkpointed body",
     "constants", "recurrent", "branching", "custom rule", "random", "linen scan", "nnx scan", "switch in loop",
@@ -112,10 +104,10 @@ LAST_APART = (
 """Pairs of loops of which the last iteration is a part of its own, which is no loop then."""
 
 
-@pytest.mark.parametrize("name", LAST_APART)
-def test_loops_with_their_last_iteration_apart_are_proved(name: str) -> None:
+@pytest.mark.parametrize(("name", "parts"), [*PARTS.items(), *((name, None) for name in LAST_APART)])
+def test_loops_in_parts_and_levels_are_proved(name: str, parts: tuple[int, ...] | None) -> None:
     found = traced(CASES[name])
-    form = found.in_form(of_levels(*((length - 1,) for length in found.sites.lengths)))
+    form = found.in_form(of_levels(*(parts or (length - 1,) for length in found.sites.lengths)))
     for graph, saved in schedules(form):
         assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
 

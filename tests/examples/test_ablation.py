@@ -77,18 +77,6 @@ def test_rows_of_another_version_and_of_what_did_not_act_are_not_compared() -> N
     assert found == {"levels": []}
 
 
-def test_the_table_begins_with_what_matters_most() -> None:
-    rows = {ALL_ON: {}, "nothing": {}, "triggers": OFF, "levels": {"least_nbytes": 7}, "idle": {"acted": 0}}
-    text = ablation.markdown([record(**rows)])
-    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert lines == [
-        "| levels | 1 | no plan | gpt, 50% |  | +0.0 | gpt, 50% |  |",
-        "| triggers | 1 | +3.0 | gpt, 50% | +3.0 | +2.0 | gpt, 50% | +2.0 |",
-        "| nothing | 1 | +0.0 | gpt, 50% | +0.0 | +0.0 | gpt, 50% | +0.0 |",
-    ]
-    assert text.endswith("Did not act in any of these plans: idle.")
-
-
 def test_a_mechanism_is_switched_off_only_where_it_acted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ import jaxremat
 from examples.benchmarks import bench as bench_module
 from examples.benchmarks import chain, records, step_table, steps, table
 from examples.benchmarks.networks.training import Images, Program, Remat, make_program, rematted, save_dots
-from examples.benchmarks.table import overview
 from jaxremat._compiler._devices import detect
 
 pytestmark = pytest.mark.slow
@@ -196,115 +195,6 @@ def test_tables_need_a_place(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert table.main(["--results", str(tmp_path / "none"), *both, "--check"]) == 0
 
 
-def test_the_overview_has_a_row_for_each_network_and_compiler() -> None:
-    def record(network: str, platform: str, **rows: Any) -> dict[str, Any]:
-        rows = {"plain": {"peak_nbytes": 3 << 30}, **rows}
-        return {"network": network, "scale": "full", "environment": {"platform": platform}, "rows": rows}
-
-    half = {"peak_nbytes": 1 << 30, "roofline_overhead": 0.01}
-    found = [
-        record("gpt", "cpu", block=half, **{"0.5": half | {"roofline_overhead": -0.02}}),
-        record("vit", "h100", **{"0.33": {"infeasible": True, "min_peak_nbytes": 1, "budget_nbytes": 1}}),
-    ]
-    assert overview(found, []).splitlines()[2:] == [
-        "| GPT-2 small | CPU | 3.00 GiB | 1.00 GiB, +1.0% | 1.00 GiB, -2.0% |  |  |",
-        "| ViT-B/16 | H100 SXM | 3.00 GiB |  |  | infeasible |  |",
-    ]
-    assert overview(found, [], ["vit"]).splitlines()[2:] == overview(found, []).splitlines()[3:]
-    assert overview([r | {"scale": "small"} for r in found], []) == ""
-
-
-def test_the_overview_says_what_was_timed() -> None:
-    def row(time: float, roofline: float) -> dict[str, float]:
-        return {"time_ratio": time, "roofline_overhead": roofline}
-
-    rows = {
-        "1/2": row(1.08, 0.075),
-        "1/3": row(1.115, 0.117),
-        "block": row(1.19, 0.254),
-        "at block": row(1.1, 0.1),
-    }
-    device = {
-        "network": "resnet50",
-        "inputs": "float32[184,224,224,3]",
-        "environment": {"device": "NVIDIA H200"},
-        "rows": rows,
-    }
-    plain = {"plain": {"peak_nbytes": 3 << 30}}
-    step = {"network": "vit", "scale": "full", "environment": {"platform": "h100"}, "rows": plain}
-    assert overview([step], [], device=[device]).splitlines()[-1] == (
-        "**Timed** on an NVIDIA H200: ResNet-50, batch 184, takes 8.0% (roofline 7.5%) longer at half of its peak, "
-        "11.5% (roofline 11.7%) at a third. With `nn.remat` on every block 19.0% (roofline 25.4%), with a plan at "
-        "the same peak 10.0% (roofline 10.0%)."
-    )
-    del rows["1/3"]  # was not measured
-    assert "Timed" not in overview([step], [], device=[device])
-
-
-def test_the_readmes_figures_stand_apart() -> None:
-    """What was timed, compiled and modelled in tables of their own, and rows of the CPU nowhere."""
-    rows = {
-        "plain": {"peak_nbytes": 3 << 30},
-        "block": {"peak_nbytes": 1 << 30, "roofline_overhead": 0.01},
-        "0.5": {"peak_nbytes": 2 << 30, "roofline_overhead": -0.02},
-    }
-    steps = [
-        {"network": "gpt", "scale": "full", "environment": {"platform": where}, "rows": rows}
-        for where in ("cpu", "h100")
-    ]
-    timed = {name: {"time_ratio": 1.08, "roofline_overhead": 0.075} for name in table.STOPPED}
-    device = {
-        "network": "resnet50",
-        "inputs": "float32[184,224,224,3]",
-        "environment": {"device": "NVIDIA H200"},
-        "rows": timed,
-    }
-    row = {
-        "trained": "LoRA",
-        "tokens": 8192,
-        "budget": "74GiB",
-        "plain": 3 << 40,
-        "modelled": "XLA refuses",
-        "by hand": 2 << 40,
-        "by hand modelled": "",
-        "planned": 1 << 30,
-    }
-    found = table.proof(steps, [], [device], [{"weights": 8e9, "rows": [row]}])
-    ours, measured, compiled, modelled = found.split("\n### ")
-    assert "| LoRA | 8,192 | refused (3.00 TiB by the model) | 2.00 TiB | 1.00 GiB | 74GiB |" in ours
-    assert "| ResNet-50, batch 184 | H200 | +8.0% (+7.5%) |" in measured and "GiB" not in measured
-    assert "| GPT-2 small | H100 SXM | 3.00 GiB | 1.00 GiB | 2.00 GiB |  |  |" in compiled
-    assert "| GPT-2 small | H100 SXM | +1.0% | -2.0% |  |  |" in modelled and "GiB" not in modelled
-    assert "CPU" not in found and "%" not in compiled
-    assert table.proof([], [], [], []) == ""
-
-
-def test_the_summary_names_what_falls_short() -> None:
-    def row(peak: int, flops: int, **more: Any) -> dict[str, Any]:
-        return {"peak_nbytes": peak, "flops": flops, **more}
-
-    plan = {"fits": True, "first_predicted_nbytes": 90, "first_compiled_nbytes": 100, "solve_seconds": 1.0}
-    rows = {
-        "plain": row(100, 100),
-        "block": row(50, 130),
-        "dots": row(80, 110),
-        "0.5": row(81, 110, **plan),
-        "0.25": row(60, 120, **{**plan, "fits": False, "first_predicted_nbytes": 130}),
-        "min": row(51, 120, **plan),
-        "0.1": {"infeasible": True, "min_peak_nbytes": 51, "budget_nbytes": 10},
-    }
-    record = {"network": "net", "rows": rows, "environment": {"platform": "cpu"}}
-    assert step_table.dominated(record, "flops") == ["0.5"]
-    assert step_table.findings([record]) == [
-        "3 plans of 4 budgets, infeasible: net 0.1",
-        "over budget: net 0.25",
-        "dominated in peak and FLOPs by a step by hand: net 0.5",
-        "least peak above that of per-block rematerialisation: net",
-        "first prediction of the peak off by 10.0% in the median, 30.0% at most (net 0.25)",
-        "solving took 1.0 s in the median, 1.0 s at most (net 0.5)",
-    ]
-
-
 def test_networks_of_a_loop_have_one_more_step_by_hand() -> None:
     assert bench_module.by_hand("gpt") == ("block", "dots")
     assert bench_module.by_hand("gpt_scanned") == ("block", "dots", "scan")
@@ -316,10 +206,6 @@ def test_a_step_by_hand_gives_its_peak_as_a_budget(tmp_path: Path) -> None:
     assert bench.budget("at scan") == 900
     names = ["plain", "block", "dots", "scan", "0.5", "0.33", "min", "at block", "at scan"]
     assert sorted(set(names), key=bench.place) == names
-
-
-def test_the_readme_shows_the_published_results() -> None:
-    assert table.main(["--check"]) == 0
 
 
 def test_a_chain_is_planned_without_compiling() -> None:

@@ -31,23 +31,6 @@ def test_plans_that_use_all_of_the_budget_say_little_of_deeper_ones() -> None:
     assert max(compiled) < 60
 
 
-def test_peaks_against_depth_become_a_table() -> None:
-    rows = [
-        {"depth": n, "form": form, "peak_nbytes": int(2**20 * n**power)}
-        for n in (64, 256, 4096)
-        for form, power in zip(depth.FORMS, (1.0, 0.9, 0.5, 0.25), strict=True)
-    ]
-    assert depth.slope(rows, "two levels") == pytest.approx(0.5, abs=1e-3)
-    text = depth.markdown({"peaks": rows})
-    assert (
-        "| 4,096 | 4.00 GiB |" in text and "| slope on logarithmic axes | 1.00 | 0.90 | 0.50 | 0.25 |" in text
-    )
-    for known, label in (([56, 57], "planned"), ([56], "planned, none larger tried")):
-        row = {"blocks": 56, "peak_nbytes": 2**30, "known": [(n, n * 2**25) for n in known]}
-        text = depth.markdown({"deepest": {"planned": row}, "budget": "12GB"})
-        assert f"| {label} | 56 | 302 | 1.00 GiB |" in text
-
-
 def test_levels_lower_the_compiled_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depth, "ROWS", 1024)
     found = {row["form"]: row["peak_nbytes"] for row in depth.peaks(64)}

@@ -5,11 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jaxremat
-from examples.benchmarks import joint
-from examples.benchmarks.joint import WAYS, forms, recomputing, within
+from examples.benchmarks.joint import forms, recomputing, within
 
 
 def step(weights: list[jax.Array], x: jax.Array) -> Any:
@@ -44,18 +42,3 @@ def test_each_does_what_it_says() -> None:
     assert formed.form
     assert formed.drops_nothing
     assert planned(within(formed.form), 0.3).form == formed.form
-
-
-@pytest.mark.parametrize(
-    ("row", "cell"),
-    [
-        ({"compiled_overhead": 0.013}, "+1.3%"),
-        ({"least_nbytes": 70, "budget_nbytes": 50, "temporaries_nbytes": 100}, "(+20%)"),
-    ],
-)
-def test_table(row: dict[str, Any], cell: str) -> None:
-    record = {
-        "environment": {"platform": "h100"},
-        "rows": {f"gpt | 0.5 | {way}": row for way in WAYS},
-    }
-    assert joint.markdown([record]).splitlines()[-1] == f"| gpt | 50% | {' | '.join([cell] * 4)} |"

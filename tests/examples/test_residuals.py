@@ -48,20 +48,3 @@ def test_the_command_line_says_what_is_measured_and_where_it_is_kept(
     with pytest.raises(SystemExit):
         benchmark.asked(["alexnet"])
     assert "nothing is called alexnet; there are resnet50" in capsys.readouterr().err
-
-
-def test_the_table_sets_copies_beside_what_rounds_nothing() -> None:
-    exact = {"compiled_overhead": 0.0966}
-    copies = {"compiled_overhead": 0.0302, "whole_nbytes": 2**29, "copied_nbytes": 2**28}
-    rows = {
-        "0.33 exact": exact,
-        "0.33 bf16_residuals": copies,
-        "0.1 exact": {"least_nbytes": 2**30},
-        "0.1 bf16_residuals": copies,
-        "0.05 exact": exact,
-    }
-    table = residuals.markdown([{"network": "vit", "scale": "full", "rows": rows}])
-    assert "| vit, full | 33% | +9.7% | +3.0% | 512 MiB | 256 MiB |" in table
-    assert "| vit, full | 10% | at least 1.00 GiB | +3.0% | 512 MiB | 256 MiB |" in table
-    assert "| 5% |" not in table
-    assert residuals.markdown([]) == ""

@@ -30,21 +30,6 @@ def test_the_transformer_s_loop_carries_both_streams_back() -> None:
     assert reversible_nbytes(forward.eqn, backward.eqn) == 2 * 4 * tokens * width
 
 
-def test_the_table_sets_plans_that_undo_blocks_beside_those_that_do_not() -> None:
-    rows = {
-        reversible.WITHOUT: {"plain_nbytes": 2**30, "peak_nbytes": 2**29, "compiled_overhead": 0.25},
-        reversible.AT: {"plain_nbytes": 2**30, "peak_nbytes": 2**28, "compiled_overhead": 0.111},
-        reversible.WITH: {"plain_nbytes": 2**30, "peak_nbytes": 2**27, "compiled_overhead": 0.2},
-    }
-    about = {"network": "revnet", "scale": "full", "environment": {"platform": "h100"}}
-    refused = rows | {reversible.AT: {"least_nbytes": 2**30}}
-    found = [{**about, "rows": rows}, {**about, "rows": {}}, {**about, "rows": refused}]
-    *_, first, second = reversible.markdown(found).splitlines()
-    assert first == "| revnet, full | h100 | 1.00 GiB | 512 MiB | +25.0% | +11.1% | 128 MiB | +20.0% |"
-    assert second == "| revnet, full | h100 | 1.00 GiB | 512 MiB | +25.0% | none | 128 MiB | +20.0% |"
-    assert reversible.markdown([]) == ""
-
-
 def test_rows_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
 

@@ -47,17 +47,3 @@ def test_a_step_by_hand_needs_less_and_does_what_is_said(
     assert 0 < parts["flops"] < 1.2 * plain["flops"]  # an iteration's products, as often as it runs
     assert "at least 7 B" in splitting.markdown([record])
     assert budgets == ["min", parts["peak_nbytes"]]
-
-
-def test_the_table_sets_plans_beside_the_best_by_hand() -> None:
-    rows = {
-        splitting.PLAIN: {"peak_nbytes": 2**30, "flops": 100},
-        "remat": {"peak_nbytes": 2**29, "flops": 130},
-        "parts": {"peak_nbytes": 2**27, "flops": 100},
-        splitting.LEAST: {"peak_nbytes": 2**26, "flops": 125},
-        splitting.AT: {"least_nbytes": 2**28},
-    }
-    found = [{"network": "pinn", "rows": rows}, {"network": "clouds", "rows": {}}]
-    *_, line = splitting.markdown(found).splitlines()
-    assert line == "| pinn | parts | 1.00 GiB | 128 MiB | 1.00 | none | 64.0 MiB | 1.25 |"
-    assert splitting.markdown([]) == ""

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from comparing import compile_plain
 from jax import lax
 from test_loops import CPU
-from test_optimize import compile_plain
 from zoo import KEY, Case
 
 from jaxremat import MemoryStats, simulate

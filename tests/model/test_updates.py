@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparing import assert_same
 from graphs import UNIT, Builder
-from test_optimize import assert_same
 from zoo import ZOO
 
 import jaxremat

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_optimize import assert_same
+from comparing import assert_same
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chains import make_step
-from test_optimize import stripped
+from comparing import stripped
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, JaxrematWarning, MinCut, Plan, Solution

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from test_optimize import assert_same, compile_plain
+from comparing import assert_same, compile_plain
 from zoo import BY_NAME
 from zoo_loops import LOOPS
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same, stripped
 from flax import linen as nn
 from jax.sharding import PartitionSpec
-from test_optimize import assert_same, stripped
 
 import jaxremat
 from jaxremat import (
@@ -251,46 +250,25 @@ def test_a_stage_in_a_model_cuts_behind_the_cotangent() -> None:
 
 
 def test_hints_that_make_a_budget_infeasible_are_named() -> None:
+    def plan(marks: Any, budget: Any, **options: Any) -> Plan:
+        planning = jaxremat.Planning(solver=MinCut(), **options)
+        return jaxremat.plan(partial(train, marks=marks), *arguments(), budget=budget, planning=planning)
+
     marks = dict.fromkeys(range(LAYERS), "save")
-    free = jaxremat.plan(
-        partial(train, marks={}), *arguments(), budget="min", planning=jaxremat.Planning(solver=MinCut())
-    )
-    assert free.compiled_peak_nbytes is not None
-    budget = free.compiled_peak_nbytes + 4 * ROWS * WIDTH // 2
+    budget = plan({}, "min").peak_nbytes + 4 * ROWS * WIDTH // 2
     with pytest.raises(InfeasibleHintError, match="cannot be met with these hints") as caught:
-        jaxremat.plan(
-            partial(train, marks=marks),
-            *arguments(),
-            budget=budget,
-            planning=jaxremat.Planning(solver=MinCut()),
-        )
+        plan(marks, budget)
     error = caught.value
     assert error.free_min_peak_nbytes <= budget < error.min_peak_nbytes
     assert len(error.hints) == 1 and error.hints[0] in str(error)
     assert "test_hints.py:" in error.hints[0]
     assert jaxremat.format_nbytes(error.free_min_peak_nbytes) in str(error)
-    fits = jaxremat.plan(
-        partial(train, marks=marks),
-        *arguments(),
-        budget=error.min_peak_nbytes,
-        planning=jaxremat.Planning(solver=MinCut()),
-    )
+    fits = plan(marks, error.min_peak_nbytes)
     assert actions_of(fits)
     with pytest.raises(InfeasibleHintError, match="cannot be met with these hints"):
-        predicted = replace(fits).predicted_peak_nbytes - 4 * ROWS * WIDTH
-        jaxremat.plan(
-            partial(train, marks=marks),
-            *arguments(),
-            budget=predicted,
-            planning=jaxremat.Planning(solver=MinCut(), verify=False),
-        )
+        plan(marks, fits.predicted_peak_nbytes - 4 * ROWS * WIDTH, verify=False)
     with pytest.raises(jaxremat.InfeasibleBudgetError, match="or a smaller batch") as plain:
-        jaxremat.plan(
-            partial(train, marks=marks),
-            *arguments(),
-            budget=1000,
-            planning=jaxremat.Planning(solver=MinCut()),
-        )
+        plan(marks, 1000)
     assert not isinstance(plain.value, InfeasibleHintError)
     assert "without hints and pins, less memory may be enough" in str(plain.value)
 

@@ -24,6 +24,11 @@ def plain() -> MemoryStats:
     return jaxremat.memory(train, *ARGS)
 
 
+def planned(budget: Any, margin: Any, **options: Any) -> Plan:
+    planning = jaxremat.Planning(workspace_margin=margin, **options)
+    return jaxremat.plan(train, *ARGS, budget=budget, planning=planning)
+
+
 @pytest.mark.parametrize(
     ("margin", "nbytes"),
     [(0, 0), (0.0, 0), (17, 17), ("1KiB", 1024), (0.25, 250_000), ("1e3", 1000), (2.0, 2)],
@@ -42,19 +47,14 @@ def test_nothing_would_be_left() -> None:
     with pytest.raises(
         BudgetError, match=r"keeps 2.00 GiB free, but the budget is 1.00 GiB. Write a smaller"
     ):
-        jaxremat.plan(train, *ARGS, budget="1GiB", planning=jaxremat.Planning(workspace_margin="2GiB"))
+        planned("1GiB", "2GiB")
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_the_compiled_peak_leaves_it_free(plain: MemoryStats, share: bool) -> None:
     budget = plain.peak_nbytes + 1000  # the plain step fits, and leaves too little free
     margin = plain.temporaries_nbytes // 3
-    plan = jaxremat.plan(
-        train,
-        *ARGS,
-        budget=budget,
-        planning=jaxremat.Planning(workspace_margin=margin / budget if share else margin),
-    )
+    plan = planned(budget, margin / budget if share else margin)
     assert abs(plan.margin_nbytes - margin) <= share
     assert plan.budget_nbytes == budget
     assert plan.compiled_peak_nbytes is not None
@@ -67,30 +67,24 @@ def test_the_compiled_peak_leaves_it_free(plain: MemoryStats, share: bool) -> No
 
 
 def test_a_step_that_fits_with_it_is_left_alone(plain: MemoryStats) -> None:
-    plan = jaxremat.plan(
-        train, *ARGS, budget=plain.peak_nbytes + 1000, planning=jaxremat.Planning(workspace_margin=1000)
-    )
+    plan = planned(plain.peak_nbytes + 1000, 1000)
     assert plan.drops_nothing and plan.compiled_peak_nbytes == plain.peak_nbytes
     assert (plan.budget_nbytes, plan.margin_nbytes) == (plain.peak_nbytes + 1000, 1000)
 
 
 def test_the_least_budget_includes_it(plain: MemoryStats) -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
-        jaxremat.plan(
-            train, *ARGS, budget=plain.base_nbytes + 5000, planning=jaxremat.Planning(workspace_margin=4000)
-        )
+        planned(plain.base_nbytes + 5000, 4000)
     error = caught.value
     assert error.budget_nbytes == plain.base_nbytes + 5000
     assert f"at least {error.min_peak_nbytes + 4000} bytes" in str(error)
     enough = error.min_peak_nbytes + 4000
-    plan = jaxremat.plan(train, *ARGS, budget=enough, planning=jaxremat.Planning(workspace_margin=4000))
+    plan = planned(enough, 4000)
     assert plan.compiled_peak_nbytes is not None and plan.compiled_peak_nbytes <= error.min_peak_nbytes
 
 
 def test_a_plan_carries_its_own(plain: MemoryStats) -> None:
-    plan = jaxremat.plan(
-        train, *ARGS, budget=plain.peak_nbytes, planning=jaxremat.Planning(workspace_margin=0.2)
-    )
+    plan = planned(plain.peak_nbytes, 0.2)
     again = Plan.from_json(plan.to_json())
     assert again == plan
     step = jaxremat.optimize(plan=again)(train)
@@ -110,8 +104,5 @@ def test_the_least_peak_has_no_margin() -> None:
 
 
 def test_an_unverified_plan_leaves_it_free(plain: MemoryStats) -> None:
-    budget = plain.peak_nbytes
-    plan = jaxremat.plan(
-        train, *ARGS, budget=budget, planning=jaxremat.Planning(workspace_margin=0.3, verify=False)
-    )
-    assert plan.predicted_peak_nbytes <= budget - plan.margin_nbytes
+    plan = planned(plain.peak_nbytes, 0.3, verify=False)
+    assert plan.predicted_peak_nbytes <= plain.peak_nbytes - plan.margin_nbytes

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from chains import make_step
-from test_optimize import assert_same
+from comparing import assert_same
 
 import jaxremat
 from jaxremat import JaxrematWarning, Plan, PlanMismatchError

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_close
 from jax import lax
 
 import jaxremat
@@ -137,8 +138,7 @@ def planned(step: Callable[..., Any], args: Any, share: float) -> tuple[Plan, in
 
 
 def same(expected: Any, got: Any) -> None:
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(expected, got, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "share", "most"), [

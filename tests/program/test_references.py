@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
 from jax import lax
 from test_emit import all_dropped
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat._compiler._devices import detect

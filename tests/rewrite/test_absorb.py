@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 import recorded
-from evaluation import evaluated
+from comparing import assert_computes, assert_same
 from forms import of_levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from test_loops import emitted, scans
-from test_optimize import assert_same
 from test_trace import assert_well_formed
 from zoo_loops import LAYERS, LOOPS, WIDTH, _batch, _block, _stacked
 
@@ -69,10 +68,8 @@ def check(step: Step, args: Any, donate: Any = 0, saved: Sequence[str] = ()) -> 
     """Absorbing changes no result, where only what these primitives make is saved; the program."""
     _, inside = absorbing(step, args, donate)
     assert_well_formed(inside)
-    want = evaluated(step)(*args)
     planned = emitted(inside, saved)
-    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(want, jax.tree.unflatten(inside.source.out_tree, got))
+    assert_computes(planned, step, args)
     return planned
 
 
@@ -275,8 +272,7 @@ def test_levels_write_over_the_same_arrays(levels: tuple[int, ...]) -> None:
     )
     cut = trace(jax.jit(step, donate_argnums=0), args, {}).in_form(of_levels(levels))
     planned = emitted(cut, [])
-    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(evaluated(step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
+    assert_computes(planned, step, args)
     assert not [eqn for eqn in planned.jaxpr.eqns if eqn.primitive.name != "scan" and len(_shape(eqn)) > 2]
     leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(args)]
     donated = tuple(range(len(jax.tree.leaves(args[0]))))

@@ -5,11 +5,9 @@ from collections import Counter
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import pytest
-from evaluation import evaluated
+from comparing import assert_computes, assert_same, compile_plain
 from test_loops import CPU, often
-from test_optimize import assert_same, compile_plain
 from test_trace import assert_well_formed, runnable
 from zoo_checkpoints import CHECKPOINTS
 
@@ -121,11 +119,7 @@ def test_what_kept_checkpoints_compute_again_they_still_do(name: str) -> None:
 def test_undone_regions_compute_the_same(name: str) -> None:
     case, found = CHECKPOINTS[name], traced(name)
     assert_well_formed(found)
-    args = case.make_args()
-    want = evaluated(case.step)(*args)
-    run = evaluated(jex.jaxpr_as_fun(runnable(found)))
-    got = jax.tree.unflatten(found.source.out_tree, run(*jax.tree.leaves(args)))
-    assert_same(want, got)
+    assert_computes(runnable(found), case.step, case.make_args())
 
 
 @pytest.mark.usefixtures("remat3")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
 from jax import lax
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat import MemoryStats, compiler_options

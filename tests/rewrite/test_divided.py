@@ -6,15 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
-from evaluation import evaluated
+from comparing import assert_same
 from forms import of_levels
 from graphs import chain, in_loops
 from jax import lax
-from test_loops import CPU, in_levels, often, scans, traced
-from test_optimize import assert_same
+from test_loops import CPU, in_levels, scans, traced
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
 
 import jaxremat
@@ -30,9 +28,6 @@ from jaxremat._program import _compat
 from jaxremat._rewrite._flat_program import BACKWARD, FORWARD
 from jaxremat._rewrite._trace import trace
 from jaxremat._solver import _hull
-
-SHORT = {"one layer"}
-"""Loops that are too short to be divided."""
 
 
 def test_each_part_is_a_pair() -> None:
@@ -64,32 +59,6 @@ def test_each_part_saves_what_it_likes() -> None:
         saving, other = (first, second) if length == 2 else (second, first)
         assert saving.params["length"] == length
         assert len(saving.outvars) == len(other.outvars) + len(products)
-
-
-def parts_of(length: int, count: int) -> tuple[int, ...]:
-    """Two parts, or three the last of which is one iteration."""
-    first = max(2, length // 2)
-    return (first,) if count == 2 else (first - 1, first - length) if first > 2 else (length - 1,)
-
-
-@pytest.mark.parametrize("name", often(sorted(LOOPS.keys() - SHORT), {"layers", "random", "two loops"}))
-@pytest.mark.parametrize(("part", "count"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
-def test_no_result_changes(name: str, part: int, count: int) -> None:
-    """Whichever part saves as much as it can."""
-    case = LOOPS[name]
-    found, args = traced(case), case.make_args()
-    firsts = tuple(
-        parts_of(n, count) if able else ()
-        for n, able in zip(found.sites.lengths, found.sites.cuttable, strict=True)
-    )
-    cut = found.in_form(of_levels(*firsts))
-    graph = lower(cut, CPU, base_nbytes=0)
-    chosen = [
-        v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::count]
-    ]
-    planned = emit(cut, graph, close_over_dependencies(graph, chosen))
-    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(evaluated(case.step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
 
 
 WIDE, DEPTH, BATCH = 64, 5, 512  # too short for levels

@@ -6,9 +6,9 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
+from comparing import assert_same
 from jax import lax
 from test_loops import CPU, scans
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat import MemoryStats, close_over_dependencies, simulate

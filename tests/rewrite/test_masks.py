@@ -10,11 +10,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from test_loops import CPU
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat._lower._lower import lower

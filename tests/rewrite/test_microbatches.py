@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparing import assert_close
 from evaluation import evaluated
 from forms import of_chunks
 from jax import lax
@@ -307,8 +308,7 @@ def test_what_one_loop_hands_to_another_is_made_in_the_first(way: str, parts: tu
     assert len(region.loops) > 1
     flat, want = jax.tree.leaves(step.args), jax.tree.leaves(evaluated(step.fn)(*step.args))
     got = evaluated(jex.jaxpr_as_fun(runnable(in_microbatches(found, region.choices[0]))))(*flat)
-    for a, b in zip(want, got, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(want, got, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_small")
@@ -369,8 +369,7 @@ def test_the_planner_takes_them_where_recomputing_costs_more() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = jaxremat.optimize(plan=again, donate_argnums=0)(step)(*jax.tree.map(jnp.copy, args))
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_close(want, got, atol=1e-5)
 
 
 @pytest.mark.parametrize("allow", ["micro", ("rows", "columns"), 3])
@@ -430,8 +429,7 @@ def test_what_a_loop_makes_of_a_sum_must_be_linear(last: str) -> None:
         if region.whole:  # without that loop
             flat, divided = jax.tree.leaves(args), in_microbatches(found, 2)
             want = jax.tree.leaves(evaluated(step)(*args))
-            for a, b in zip(want, evaluated(jex.jaxpr_as_fun(runnable(divided)))(*flat), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert_close(want, evaluated(jex.jaxpr_as_fun(runnable(divided)))(*flat), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -450,5 +448,4 @@ def test_a_loop_may_be_in_microbatches_without_its_pair(way: str, parts: tuple[s
             continue
         form = found.in_form(of_chunks(*(0,) * i, region.choices[0]))
         got = evaluated(jex.jaxpr_as_fun(runnable(form)))(*flat)
-        for a, b in zip(want, got, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert_close(want, got, rtol=1e-4, atol=1e-5)

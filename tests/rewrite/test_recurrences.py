@@ -6,10 +6,10 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
+from comparing import assert_same
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_optimize import assert_same
 
 import jaxremat
 from jaxremat import MemoryStats, compiler_options

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import recorded
 from adversary import draw
+from comparing import assert_close
 from evaluation import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,8 +233,7 @@ def test_chunks_do_not_lose_gradients() -> None:
     assert planned.plan(*jax.tree.map(jnp.copy, args)).form.settings(IN_CHUNKS)
     with jax.disable_jit():
         wanted = step(*args)
-    for a, b in zip(jax.tree.leaves(planned(*args)), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    assert_close(planned(*args), wanted, rtol=0, atol=1e-6)
 
 
 def test_what_is_decided_behind_the_first_backward_pass_is_of_one_run() -> None:

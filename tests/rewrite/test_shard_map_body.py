@@ -7,9 +7,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import assert_same
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_optimize import assert_same
 
 from jaxremat._rewrite._fingerprint import fingerprint
 from jaxremat._rewrite._trace import trace

@@ -8,12 +8,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
-from evaluation import evaluated
+from comparing import assert_computes
 from forms import of_levels
 from jax import lax
 from test_absorb import loss, step_of
 from test_loops import CPU, emitted, scans
-from test_optimize import assert_same
 from zoo_loops import LAYERS, _batch, _stacked
 
 import jaxremat
@@ -130,9 +129,7 @@ def test_results_are_equal_in_every_form(name: str, form: str, device: str) -> N
     if name == "accumulated" and form != "as it is":
         pytest.skip("its loops over layers are within another")
     found, args = traced(name, FORMS[form])
-    want = evaluated(from_host(STEPS[name]))(*args)
-    got = evaluated(jex.jaxpr_as_fun(planned_for(found, DEVICES[device])))(*jax.tree.leaves(args))
-    assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
+    assert_computes(planned_for(found, DEVICES[device]), from_host(STEPS[name]), args)
 
 
 def test_copies_of_an_iteration_begin_in_turn() -> None:
@@ -219,9 +216,7 @@ def test_what_is_read_whole_before_a_loop_is_copied_whole() -> None:
     found = trace(jax.jit(from_host(decayed)), args, {})
     planned = emitted(found, [])
     assert stacks(planned.eqns, is_fetch) == sum(a.ndim > 2 for a in jax.tree.leaves(args[0]))
-    want = evaluated(from_host(decayed))(*args)
-    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
+    assert_computes(planned, from_host(decayed), args)
 
 
 def test_two_readings_of_one_array_in_one_loop() -> None:
@@ -236,8 +231,7 @@ def test_two_readings_of_one_array_in_one_loop() -> None:
     weights = jax.random.normal(jax.random.key(0), (4, 32, 32)) * 0.1
     args = there(weights), jnp.ones((8, 32))
     found = trace(jax.jit(from_host(step)), args, {})
-    got = evaluated(jex.jaxpr_as_fun(emitted(found, [])))(*args)
-    assert_same(evaluated(from_host(step))(*args), got[0])
+    assert_computes(emitted(found, []), from_host(step), args)
 
 
 def test_arguments_that_could_stream() -> None:

@@ -3,10 +3,8 @@
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
-from evaluation import evaluated
+from comparing import assert_computes
 from forms import of_levels
 from jax import lax
 from test_loops import CPU, scans, traced
@@ -57,10 +55,7 @@ def test_masks_are_made_by_the_iterations_that_read_them() -> None:
         planned = emit(found, graph, close_over_dependencies(graph, saved))
         assert scans(planned)
         assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
-        args = CASE.make_args()
-        got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-        for a, b in zip(got, jax.tree.leaves(evaluated(CASE.step)(*args)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_computes(planned, CASE.step, CASE.make_args())
 
 
 def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
@@ -73,10 +68,7 @@ def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
     graph = lower(found, CPU, base_nbytes=0)
     planned = emit(found, graph, close_over_dependencies(graph, ()))
     assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
-    args = CASE.make_args()
-    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    for a, b in zip(got, jax.tree.leaves(evaluated(CASE.step)(*args)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_computes(planned, CASE.step, CASE.make_args())
 
 
 def test_what_a_product_reads_is_made_once() -> None:

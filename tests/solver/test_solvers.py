@@ -72,17 +72,6 @@ def budgets(best: dict[int, float], most: int = 3) -> list[int]:
 # ---- every solver on every graph
 
 
-@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-def test_every_solver_gives_a_schedule_at_every_budget(solver: Solver, graph: Graph) -> None:
-    assert isinstance(solver, Solver)
-    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
-    for budget in (None, 1, *range(graph.base_nbytes, plain + UNIT, 3 * UNIT), plain, 2 * plain):
-        schedule = solve(solver, graph, budget)
-        assert simulate(graph, schedule).extra_seconds >= 0.0
-        assert schedule == solve(solver, graph, budget)  # deterministic
-
-
 @pytest.mark.parametrize("solver", [Greedy(), MinCut(), Milp(gap=0.0)], ids=["greedy", "mincut", "milp"])
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 def test_nothing_is_dropped_where_the_plain_step_fits(solver: Solver, graph: Graph) -> None:
