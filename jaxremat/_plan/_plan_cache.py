@@ -24,7 +24,7 @@ from jaxlib import version as jaxlib
 
 from .._compiler._memory_stats import MemoryStats
 from .._program import _compat
-from .._runtime._budgets import Parts, parse_budget, parse_margin
+from .._runtime._budgets import Parts, parse_budget, parse_margin, read_budget
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import CompilationError, InfeasibleBudgetError, PlanMismatchError
 from .._runtime._garbage import uncollected
@@ -122,7 +122,9 @@ class _KeptPlans:
         self.budget: int | Literal["min"] = request.nbytes
         self.margin = self._margin(self.budget)
         self.path = self._path("plans", self.budget)
-        self.alike = self._path("alike", self.budget, program=problem.structure)
+        # A share of a step is other bytes of a larger batch.
+        asked = {"budget": str(read_budget(request.budget)), "margin": str(request.planning.workspace_margin)}
+        self.alike = self._path("alike", self.budget, program=problem.structure, **asked)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
         self.refusal = self._path("refusals", self.budget) if movable(problem).sizes else None
 
@@ -239,8 +241,10 @@ class _KeptPlans:
             logger.info("the plan in %s no longer holds: %s", path, error)
             return None
 
-    def _path(self, folder: str, budget: int | Literal["min"], **instead: str) -> Path:
-        """Return the file of what belongs to a budget. **Arguments:** `instead` what else tells programs apart."""
+    def _path(self, folder: str, budget: int | Literal["min"], /, **instead: str) -> Path:
+        """Return the file of what belongs to a budget. **Arguments:** `instead` of it and of the program, what tells apart
+        what is kept.
+        """
         wanted = {"budget": budget, "margin": self._margin(budget), **instead}
         key = key_of(self.problem, self.request.planning, wanted)
         return cache_dir() / folder / f"{key}.json"

@@ -110,14 +110,15 @@ def test_a_step_takes_its_own_plan_for_the_last_batch(work: Callable[[], tuple[i
     assert not thorough.plan(WEIGHTS, batch(960)).like
 
 
-def test_the_cache_has_neighbours(folder: Path) -> None:
-    budget = budget_of(1024)
+@pytest.mark.parametrize("share", ["", "60% of temporaries"])
+def test_the_cache_has_neighbours(folder: Path, share: str) -> None:
+    budget, other = (share, "59% of temporaries") if share else (budget_of(1024), budget_of(1024) - 64)
     first = step(budget).plan(WEIGHTS, batch(1024))
     last = step(budget).plan(WEIGHTS, batch(960))
     assert last.like == first.fingerprint
     assert step(budget).plan(WEIGHTS, batch(960)) == last  # which is in the cache now
     assert not step(budget, like=False).plan(WEIGHTS, batch(960)).like
-    assert not step(budget - 64).plan(WEIGHTS, batch(960)).like, "another budget's plan is no neighbour"
+    assert not step(other).plan(WEIGHTS, batch(960)).like, "another budget's plan is no neighbour"
 
 
 def test_what_costs_more_than_its_neighbour_is_planned_afresh_where_another_form_promises_more(
