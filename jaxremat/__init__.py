@@ -53,6 +53,7 @@ from ._runtime._errors import ArgumentError as ArgumentError
 from ._runtime._errors import BudgetError as BudgetError
 from ._runtime._errors import CompilationError as CompilationError
 from ._runtime._errors import HintError as HintError
+from ._runtime._errors import HostMemoryError as HostMemoryError
 from ._runtime._errors import InfeasibleBudgetError as InfeasibleBudgetError
 from ._runtime._errors import InfeasibleHintError as InfeasibleHintError
 from ._runtime._errors import InstallError as InstallError

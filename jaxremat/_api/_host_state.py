@@ -6,6 +6,8 @@ itself; and where the least memory is asked for. Arguments that are donated are 
 step itself.
 """
 
+import functools
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +24,10 @@ from .._plan._problem import Problem
 from .._plan._request import Offload, Request
 from .._plan._state_on_host import beside, best, certainly_missing, is_dear, missing_nbytes, movable
 from .._program._compat import Args, Kwargs
-from .._program._host_arguments import is_there, to_host
+from .._program._host_arguments import any_on_host, check_host_memory, is_there, to_host
 from .._runtime._budgets import Share, read_budget
 from .._runtime._bytes import format_nbytes, parse_nbytes
-from .._runtime._errors import InfeasibleBudgetError, warn
+from .._runtime._errors import HostMemoryError, InfeasibleBudgetError, warn
 
 
 def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | None:
@@ -40,6 +42,33 @@ def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | Non
             "offloaded. The step is planned without offloading."
         )
     return host
+
+
+_ABOUT_HOST = re.compile("pinned|host.?(memory|alloc|bfc|offload)|memory.?(space|kind)", re.IGNORECASE)
+"""What XLA says where it is not the device's memory that it cannot have."""
+
+
+def saying_refusals(run: Callable[..., Any], plan: Plan, args: Args, kwargs: Kwargs) -> Callable[..., Any]:
+    """Return a compiled step that raises `HostMemoryError` where host memory is refused when it runs; a step that
+    uses none is returned as it is.
+    """
+    if not (plan.offloaded or plan.on_host or any_on_host(args, kwargs)):
+        return run
+
+    @functools.wraps(run)
+    def running(*args: object, **kwargs: object) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            if not _ABOUT_HOST.search(str(error)):
+                raise
+            raise HostMemoryError(
+                f"`{plan.step}` uses host memory, {format_nbytes(plan.offloaded_nbytes)} of it for values of its plan, "
+                f"and was refused some when it ran: {error}. Free some of this machine's memory, allow the process to "
+                'pin more (`ulimit -l`), or plan with less: `optimize(..., offload="8GiB")`, or without `offload`.'
+            ) from error
+
+    return running
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,7 +86,14 @@ class Arrangement:
 
     def arranged(self, plan: Plan, args: Args, kwargs: Kwargs) -> Arguments:
         """Return the arguments where a plan wants them."""
-        return self._moved(plan.on_host, args, kwargs) if plan.on_host else (args, kwargs)
+        if not plan.on_host:
+            return args, kwargs
+        leaves = jax.tree.leaves(self.program.dynamic(args, kwargs))
+        arrays = (leaves[place] for place in plan.on_host if isinstance(leaves[place], jax.Array))
+        devices = {device for array in arrays for device in array.sharding.addressable_devices}
+        needs = f"The plan of `{plan.step}` keeps {format_nbytes(plan.on_host_nbytes)} of the arguments in"
+        check_host_memory(devices, needs, "Plan for this device without `offload`.")
+        return self._moved(plan.on_host, args, kwargs)
 
     def give_up(self, plan: Plan, args: Args, kwargs: Kwargs) -> None:
         """Free on the device what a call with these arguments takes from host memory."""

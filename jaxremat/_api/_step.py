@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from .._plan._problem import Problem
 from .._plan._request import Request
 from .._program import _compat
 from .._program._compat import Args, Kwargs
+from .._program._host_arguments import check_host_memory
 from .._report import Report
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError, warn
 from .._runtime._progress import timed
@@ -26,7 +28,7 @@ from .._runtime._progress_bars import shown
 from ._argument_kinds import kind_of
 from ._bound_step import Bound
 from ._call_keys import KeyLocks, key_of, naming_static, type_of
-from ._host_state import Arrangement, usable
+from ._host_state import Arrangement, saying_refusals, usable
 from ._nnx_objects import OfObjects
 from ._step_copies import reduced
 from ._strict_trees import OfLeaves
@@ -40,7 +42,7 @@ class _Recent(NamedTuple):
     static: tuple[Any, ...]
     key: Any
     settings: Any
-    run: jax.stages.Compiled
+    run: Callable[..., Any]
 
 
 class Step:
@@ -115,7 +117,7 @@ class Step:
             leaves, key = jax.tree.leaves(dynamic), self._key(args, kwargs)
             self._planned[key] = planned
         with self._locks.held(key):
-            run = self._executable(planned, args, kwargs)
+            run = saying_refusals(self._executable(planned, args, kwargs), planned.plan, args, kwargs)
         self._arrangement.give_up(planned.plan, *given)  # only now: what fails before loses nothing
         static = self._program.static(args, kwargs)
         types = [type_of(leaf) for leaf in leaves]
@@ -160,11 +162,15 @@ class Step:
     def _executable(self, planned: Planned, args: Args, kwargs: Kwargs) -> Any:
         """Return the compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
 
-        **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
+        **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget; `CompilationError` where it
+        refuses the step; `HostMemoryError` where the device has no host memory for the plan.
         """
-        target = self._program.target
-        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
-            compiled = planned.jitted.lower(*args, **kwargs).compile()
+        target, here = self._program.target, device_of(args, kwargs)
+        if target is not None and find(str(here.device_kind)) == target.device:
+            if planned.plan.offloaded:
+                needs = f"The plan of `{planned.plan.step}` keeps {len(planned.plan.offloaded)} values for a while in"
+                check_host_memory([here], needs, "Plan for this device without `offload`.")
+            compiled = replace(self._program, target=None).compile(planned.jitted, args, kwargs)
             if self._request.planning.verify:
                 try:
                     confirm(planned.plan, MemoryStats.of(compiled))

@@ -15,9 +15,9 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._compat import Args, Aval, Kwargs
-from .._program._host_arguments import any_on_host, from_host
+from .._program._host_arguments import any_on_host, from_host, is_elsewhere
 from .._rewrite._trace import Traced
-from .._runtime._errors import CompilationError, TargetError
+from .._runtime._errors import ArgumentError, CompilationError, TargetError
 from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _UNFUSED = {"xla_backend_optimization_level": 0}
@@ -275,8 +275,10 @@ def placed(program: Program, args: Args, kwargs: Kwargs) -> Program:
     """Return the program with the compiler options of the device that it is for, and such that it takes arguments
     that are in host memory.
 
-    **Raises:** `TargetError` where it is on another number of devices than its target has, or on none.
+    **Raises:** `TargetError` where it is on another number of devices than its target has, or on none; `ArgumentError`
+    where an argument is donated from a memory that the step cannot return it to.
     """
+    _check_donated(program, args, kwargs)
     count = device_count(program, args, kwargs)
     if program.target is not None and program.target.devices != count:
         raise mismatch(program.target, count)
@@ -289,6 +291,23 @@ def placed(program: Program, args: Args, kwargs: Kwargs) -> Program:
     options = compiler_options(platform, dict(program.compiler_options))
     program = replace(program, compiler_options=tuple(sorted(options.items())))
     return _from_host(program, args, kwargs) if any_on_host(args, kwargs) else program
+
+
+def _check_donated(program: Program, args: Args, kwargs: Kwargs) -> None:
+    """**Raises:** `ArgumentError` for donated arrays in a memory of a third kind: XLA ends the process when it is to
+    return something for the device in their place.
+    """
+    leaves, _ = jax.tree.flatten_with_path(program.dynamic(args, kwargs))
+    if not any(is_elsewhere(leaf) for _, leaf in leaves):
+        return
+    infos = jax.tree.leaves(program.plain.trace(*args, **kwargs).args_info)
+    for (path, leaf), info in zip(leaves, infos, strict=True):
+        if info.donated and is_elsewhere(leaf):
+            raise ArgumentError(
+                f"The argument {jax.tree_util.keystr(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but in memory "
+                f"of the kind {leaf.sharding.memory_kind!r}, where a step returns nothing. Move it to the device, with "
+                "`jax.device_put(x, jax.memory.Space.Device)`, or to host memory, with `jaxremat.to_host(x)`."
+            )
 
 
 def _from_host(program: Program, args: Args, kwargs: Kwargs) -> Program:

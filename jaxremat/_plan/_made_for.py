@@ -13,6 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._compiler._program import Program
 from .._program._compat import Args, Kwargs
+from .._program._host_arguments import is_there
 from ._plan import MadeFor
 
 _LONGEST = 60  # characters of a static argument
@@ -53,7 +54,8 @@ def _type(leaf: object) -> str:
     weak = " of a Python number" if getattr(aval, "weak_type", False) else ""
     where = _sharding(leaf)
     spec = f" over {tuple(where.spec)}" if isinstance(where, NamedSharding) and any(where.spec) else ""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}{spec}"
+    there = " in host memory (`jaxremat.to_host`)" if is_there(leaf) else ""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}{spec}{there}"
 
 
 def _repr(value: object) -> str:

@@ -113,9 +113,11 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
             f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: "
             f"{_how_they_differ(plan, problem)}. {afresh}"
         )
-    if plan.offloaded and problem.device.platform == "cpu":
+    host = host_memory(problem.device, problem.here, None)
+    if plan.offloaded and host is None:
+        here = "a CPU" if problem.device.platform == "cpu" else str(problem.here)
         raise PlanMismatchError(
-            f"The plan keeps {len(plan.offloaded)} values in host memory for a while, but a CPU has no other "
+            f"The plan keeps {len(plan.offloaded)} values in host memory for a while, but {here} has no other "
             "memory. Plan for this device without `offload=True`."
         )
     compiled, to_run = None, to_run or (verify and problem.compiles_to_run)
@@ -125,7 +127,7 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
     else:
         graph = plan.layout(problem.bare(plan.form))
         if plan.offloaded and graph.host is None:  # a plan says by itself what is offloaded
-            graph = replace(graph, host=host_memory(problem.device, problem.here, None))
+            graph = replace(graph, host=host)
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
         if verify or to_run:

@@ -7,13 +7,14 @@ back. The planner says when (see `_streamed_copies`).
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 
 from .._model._host_copies import LEAST_NBYTES
-from .._runtime._errors import TargetError
+from .._runtime._bytes import format_nbytes
+from .._runtime._errors import HostMemoryError
 from ._compat import Args, Kwargs
 from ._flops import array_nbytes
 from ._primitives import on_host
@@ -34,7 +35,7 @@ def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
     **Arguments:** a tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves stay as they are, and so do arrays of less
     than `least_nbytes`, such as counters.
 
-    **Raises:** `TargetError` where the devices of an array have no memory for it.
+    **Raises:** `HostMemoryError` where the devices of an array have no such memory, or refuse it.
 
     ```python
     opt_state = jaxremat.to_host(optimizer.init(params))
@@ -46,8 +47,15 @@ def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
 
 def _moved(leaf: object) -> Any:
     if isinstance(leaf, jax.Array):
-        _check_memory(leaf.sharding)
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST))
+        needs = "`jaxremat.to_host` puts arrays into"
+        check_host_memory(leaf.sharding.addressable_devices, needs, "Leave the arrays on the device.")
+        try:
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST))
+        except jax.errors.JaxRuntimeError as error:
+            raise HostMemoryError(
+                f"Host memory was refused for {format_nbytes(leaf.nbytes)}, {leaf.dtype}{list(leaf.shape)}: {error}. "
+                "Free some of this machine's memory, allow the process to pin more (`ulimit -l`), or move less."
+            ) from error
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = leaf.sharding
         if not isinstance(sharding, jax.sharding.NamedSharding):  # of others JAX forgets the memory
@@ -59,15 +67,30 @@ def _moved(leaf: object) -> Any:
     return leaf
 
 
-def _check_memory(sharding: jax.sharding.Sharding) -> None:
-    """**Raises:** `TargetError` where a device of an array has no such memory."""
-    for device in sharding.addressable_devices:
+def check_host_memory(devices: Iterable[Any], needs: str, instead: str) -> None:
+    """Check that devices have host memory. **Arguments:** `needs` who wants it, and `instead` what to do without it, in
+    words.
+
+    **Raises:** `HostMemoryError` where one has none.
+    """
+    for device in devices:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if _HOST not in kinds:
-            raise TargetError(
-                f"`jaxremat.to_host` puts arrays into memory of the kind {_HOST!r}, but {device} has only "
-                f"{', '.join(map(repr, kinds))}. Leave the arrays on the device."
+            raise HostMemoryError(
+                f"{needs} memory of the kind {_HOST!r}, but {device} has only {', '.join(map(repr, kinds))}. {instead}"
             )
+
+
+def is_elsewhere(leaf: Any) -> bool:
+    """Return whether an array, or what describes one, is neither in the memory that its devices compute in nor in host
+    memory, as this library means it.
+    """
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    if kind in (None, "device", _HOST) or isinstance(
+        getattr(leaf.sharding, "mesh", None), jax.sharding.AbstractMesh
+    ):
+        return False
+    return any(kind != device.default_memory().kind for device in leaf.sharding.device_set)
 
 
 def from_host(fn: Callable[..., object]) -> Callable[..., Any]:

@@ -46,6 +46,10 @@ class TargetError(JaxrematError, RuntimeError):
     """A device that is unknown, that this machine cannot compile for, or that is not in this machine."""
 
 
+class HostMemoryError(TargetError):
+    """Host memory that a plan or `jaxremat.to_host` uses, and that a device does not have or refuses."""
+
+
 Reason = Literal["refused", "memory", "time", "lost"]
 
 
