@@ -36,6 +36,8 @@ def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | Non
         return None
     allowed = None if offload is True or offload == "auto" else parse_nbytes(offload)
     host = host_memory(spec, here, allowed)
+    if host is not None and offload == "auto":
+        return host._replace(sparing=True)
     if host is None and offload != "auto":
         warn(
             f"`offload={offload!r}`: {spec.name} has no memory apart from the host's, so nothing can be "
@@ -109,6 +111,8 @@ class Arrangement:
         problem, request = self.prepare(args, kwargs)
         might, refused = movable(problem), None
         least = read_budget(request.budget) == "min"
+        sparing = problem.host is not None and problem.host.sparing
+        briefly = sparing and not least and bool(might.sizes)
         found: list[Planned] = []
         if might.sizes and (missing := certainly_missing(problem, request)):
             # nothing is to be compiled to know that it does not fit
@@ -116,21 +120,24 @@ class Arrangement:
             budget = problem.estimated.base_nbytes - missing
         else:
             try:
-                found.append(agreed(problem, request, None))
+                found.append(agreed(problem, replace(request, briefly=briefly), None))
                 plan = found[0].plan
-                tries = might.everything() if least else might.all_of_each() if is_dear(plan) else []
+                faster = is_dear(plan) and not sparing
+                tries = might.everything() if least else might.all_of_each() if faster else []
                 step_seconds, budget = plan.account.step_seconds, plan.budget_nbytes
             except InfeasibleBudgetError as error:
                 refused, tries = error, might.tries(missing_nbytes(error, request))
                 step_seconds, budget = error.step_seconds, error.budget_nbytes
         for places in tries:
             try:
-                within = _fixed(request, budget)
+                within = replace(
+                    request, nbytes=_fixed(request, budget), briefly=briefly and places != tries[-1]
+                )
                 found.append(self._without(might.sizes, places, step_seconds, within, args, kwargs))
             except InfeasibleBudgetError as error:
                 refused = error
             else:
-                if not is_dear(found[-1].plan) and not least:
+                if not least and (sparing or not is_dear(found[-1].plan)):
                     break
         if not found:
             assert refused is not None
@@ -142,16 +149,16 @@ class Arrangement:
         sizes: dict[int, int],
         places: tuple[int, ...],
         step_seconds: float,
-        within: int | None,
+        within: Request,
         args: Args,
         kwargs: Kwargs,
     ) -> Planned:
         """Return the plan of the step with these arguments in host memory, timed against the step without.
 
-        **Arguments:** `within` the budget in bytes, where it is a share of the step without.
+        **Arguments:** `within` has the budget in bytes, where it is a share of the step without.
         """
         problem, request = self.prepare(*self._moved(places, args, kwargs))
-        request = replace(request, nbytes=within)
+        request = replace(request, nbytes=within.nbytes, briefly=within.briefly)
         on_host_nbytes = sum(sizes[place] for place in places)
         planned = agreed(beside(problem, on_host_nbytes), request, None)
         plan = planned.plan

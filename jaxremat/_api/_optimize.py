@@ -65,9 +65,10 @@ def optimize(
       no plan fits, or only expensive ones, it also keeps donated arguments in host memory that are only read to be
       updated, such as an optimizer's state, and then stacks that loops read row by row, such as weights of layers; the
       step returns them there, and a warning says so (see `Plan.on_host`). On a CPU, True only causes a warning;
-      `"auto"` is True where the device has host memory. Bytes or text such as `"64GiB"` mean True, and limit the host
-      memory that all devices of the process use together. The default limit is half of the machine's memory, and none
-      for a `target`.
+      `"auto"` uses host memory only where the best plan without it makes the step 2 % longer, and for arguments only
+      where nothing fits; planning takes at most about a third longer. Bytes or text such as `"64GiB"` mean True, and
+      limit the host memory that all devices of the process use together. The default limit is half of the machine's
+      memory, and none for a `target`.
     - `allow`: transformations that the planner may use besides recomputation, where they are cheaper. `"attention"`:
       attention without its matrix of scores. `"rows"`: work on large values (logits) in chunks of rows.
       `"microbatches"`: most of the step for one part of the batch after another, with accumulated gradients. These are

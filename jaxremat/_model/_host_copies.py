@@ -166,12 +166,14 @@ class HostMemory(NamedTuple):
     """The memory of the host, as one device uses it.
 
     **Fields:** `link` the bytes/s of copies there, and of those back; `nbytes` that values may take there, None where
-    that is not known; `ahead_seconds` before a copy has to be over the compiler begins it, wherever it may begin.
+    that is not known; `ahead_seconds` before a copy has to be over the compiler begins it, wherever it may begin;
+    `sparing` whether it is used only where the plan without it takes much longer than the step, or there is none.
     """
 
     link: float
     nbytes: int | None = None
     ahead_seconds: float = math.inf
+    sparing: bool = False
 
 
 class HostCopy(NamedTuple):

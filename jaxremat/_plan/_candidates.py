@@ -180,7 +180,8 @@ class CandidateSource:
                     may_fit = self.plain_nbytes - estimate.fewer_nbytes <= budget
                     if not (may_fit or variant in self.deepest[inexact]):
                         continue
-                    if promising and not self._promises(variant, seconds, budget):
+                    # What host memory is worth, no sketch says.
+                    if promising and turn != HOST and not self._promises(variant, seconds, budget):
                         continue
                     if self.make(variant):
                         return True
@@ -212,11 +213,11 @@ class CandidateSource:
         return sketch is None or sketch[1] <= SKETCHED * worthwhile
 
     def _sketch(self, variant: Variant, room: int) -> tuple[bool, float] | None:
-        """Return whether a sketch of a variant's graph fits, and what its values cost then; None where there is none:
-        what host memory is worth, no sketch says.
+        """Return whether a sketch of a variant's graph fits, and what its values cost then, None where there is
+        none.
         """
         if (variant, room) not in self.sketched:
-            sketch = None if self.graph.host is not None else self.variants.sketch(self.graph, variant)
+            sketch = self.variants.sketch(self.graph, variant)
             found = None
             if sketch is not None:
                 schedule = MinCut().solve(sketch, room, time_limit=self.time_limit).schedule

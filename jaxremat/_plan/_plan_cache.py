@@ -126,7 +126,8 @@ class _KeptPlans:
         asked = {"budget": str(read_budget(request.budget)), "margin": str(request.planning.workspace_margin)}
         self.alike = self._path("alike", self.budget, program=problem.structure, **asked)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
-        self.refusal = self._path("refusals", self.budget) if movable(problem).sizes else None
+        refusals = "brief_refusals" if request.briefly else "refusals"
+        self.refusal = self._path(refusals, self.budget) if movable(problem).sizes else None
 
     def recall_or_plan(self) -> Planned:
         if self.refusal and (refused := recall(self.refusal, json.loads)) is not None:
@@ -318,7 +319,7 @@ def key_of(
         "planning": {name: getattr(planning, name) for name in names} | {"solver": solver},
         "question": [repr(problem.pins), problem.allow],
         "device": problem.device.to_json(),
-        "host": problem.host and problem.host.nbytes,
+        "host": problem.host and [problem.host.nbytes, problem.host.sparing],
         "target": program.target and program.target.name,
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
         "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],

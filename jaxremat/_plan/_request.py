@@ -117,7 +117,8 @@ class Request:
     **Fields:** `budget`, `planning`, `pins`, `offload` and `allow` as the arguments of `jaxremat.optimize`; so is
     `like`, None for False; `device_nbytes` the memory that the device reports; `nbytes` the budget in bytes, None until
     it is known (see `_sizes`); `neighbours` plans of steps that may be nearly the same, None where the step is to be
-    planned without any.
+    planned without any; `briefly` whether something else is tried where nothing fits, so that the least memory is not
+    looked for.
     """
 
     budget: Budget
@@ -129,6 +130,7 @@ class Request:
     device_nbytes: int | None = None
     nbytes: int | Literal["min"] | None = None
     neighbours: tuple[Plan, ...] | None = ()
+    briefly: bool = False
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -25,6 +25,7 @@ from .._solver._mincut import saving_less
 from ._candidates import (
     CHEAP,
     EXACTLY,
+    HOST,
     LEAST_SLACK,
     Candidate,
     CandidateSource,
@@ -82,6 +83,12 @@ WORTH_FEWER = 0.1
 """Where the least memory is in microbatches and costs this share of the step's time, fewer of them are looked at: each
 takes a compilation."""
 
+HOST_WORTH = 0.02
+"""Sparing of host memory, a search looks at it only where the best plan without takes this share of the step longer."""
+
+HOST_MORE = 0.3
+"""And it then compiles one plan, or as many as are this share of what was compiled, the step itself twice."""
+
 COMBINED_ROUNDS = 3
 """Barriers that leave sums over devices alone need more or less memory than others: so many further schedules are
 compiled that use the budget with them."""
@@ -108,18 +115,27 @@ class Search:
             if (known := space.known(cut)) is not None:
                 self.ledger.know(cut, known)
 
-    def within(self, budget: int, rounds: int) -> CompiledCandidate | None:
+    def within(self, budget: int, rounds: int, *, briefly: bool = False) -> CompiledCandidate | None:
         """Return the cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if
         none does then. **Raises:** `NoProgramError`.
+
+        **Arguments:** `briefly` without the schedules of least memory that do not promise to fit.
         """
         with self._interruptible(budget):
             self._approach(budget, rounds, MORE_ROUNDS)
+            if briefly and self.ledger.best(budget) is None:
+                return None
             if not self._affordable(self.ledger.best(budget)):
                 self._least(budget)
                 if self.ledger.best(budget) is not None:  # now between what fits and what is cheap
                     self._approach(budget, 0, MORE_ROUNDS)
                     self._bisect(budget)
         return self.ledger.best(budget) if self.ledger.some() else None
+
+    def least_known(self) -> tuple[Graph, Solution]:
+        """Return the solution of least predicted peak of the graphs that were made."""
+        known = ((cut, self.ledger.lowest(cut)) for cut in self.source.made)
+        return min(known, key=lambda each: simulate(each[0], each[1].schedule).peak_nbytes)
 
     def faster(self, budget: int, rounds: int) -> CompiledCandidate | None:
         """Return a compiled schedule within the budget that is faster than the step as it is written, by the model and
@@ -255,7 +271,10 @@ class Search:
         """
         for number, turn in enumerate(self.turns, 1):
             self.effort.turn = number
+            most = self._most_compilations(turn, self._about_least() if budget is None else budget)
             for i in range(rounds + more + MORE_ROUNDS):
+                if self.effort.compilations >= most:
+                    break
                 room = self._about_least() if budget is None else budget
                 candidate = self._next(room, turn)
                 if candidate is None or candidate.pending is None:
@@ -273,6 +292,22 @@ class Search:
                 self.ledger.compile(candidate.graph, candidate.pending)
                 candidate.pending = None
 
+    def _most_compilations(self, turn: int, budget: int) -> float:
+        """Return how many plans may have been compiled when a turn ends."""
+        if (best := self._best_without_host(turn, budget)) is None:
+            return math.inf
+        worth = best.seconds - self.source.free_seconds > HOST_WORTH * self.graph.step_seconds
+        more = max(int(HOST_MORE * (self.effort.compilations + 2)), 1)
+        return self.effort.compilations + worth * more
+
+    def _best_without_host(self, turn: int, budget: int) -> CompiledCandidate | None:
+        """Return what the variants of a turn are limited to where host memory is to be spared: another schedule of the
+        best without it; None where they are not.
+        """
+        spared = turn == HOST and self.graph.host is not None and self.graph.host.sparing
+        best = self.ledger.best(budget) if spared else None
+        return best if self._affordable(best) else None
+
     def _next(self, budget: int, turn: int = EXACTLY) -> Candidate | None:
         """Return the candidate of a turn to compile next, with its pending solution; None where no further round
         promises anything.
@@ -282,8 +317,11 @@ class Search:
             return None
         ready: list[Candidate] = []
         known: list[Candidate] = []  # with what was compiled already
+        only = self._best_without_host(turn, budget)
         for i in itertools.count():
             if i == len(self.source.made):
+                if only is not None:
+                    break
                 seconds = [each.expected[1] for each in ready] + ([best.seconds] if best else [])
                 fastest = min(seconds, default=None)
                 if not self.source.add_variant(fastest, budget, turn) and not self._split_loop(known):
@@ -291,7 +329,9 @@ class Search:
             if i == len(self.candidates):
                 self.candidates.append(Candidate(self.source.made[i]))
             candidate = self.candidates[i]
-            if self.source.turn(candidate.graph) != turn:
+            if self.source.turn(candidate.graph) != turn or (
+                only and candidate.graph.form != only.graph.form
+            ):
                 continue
             self._aim(candidate, budget)
             faster = any(each.expected[1] <= candidate.graph.extra_seconds for each in ready)
@@ -343,6 +383,10 @@ class Search:
         candidate.error_seconds = sum(each.seconds - each.profile.extra_seconds for each in last)
         if alike:
             allowance = next_allowance(own or alike, budget)
+        elif self._best_without_host(self.source.turn(candidate.graph), budget) is not None:
+            # Few are compiled with host memory, so that the first should fit.
+            of_form = (each for each in self.ledger.compiled if each.graph.form == candidate.graph.form)
+            allowance = budget - max(each.beyond_nbytes for each in of_form)
         else:
             near = NEAR * self.temporaries_nbytes
             allowance = budget - self.ledger.beyond_nbytes(candidate.graph, budget, near)

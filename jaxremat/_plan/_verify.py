@@ -157,9 +157,13 @@ class _Planner:
                 warnings.filterwarnings("ignore", "The integer program found no solution", JaxrematWarning)
                 found = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
             return self._plain(budget) if found is None else self._planned(search, found, budget)
-        found = search.within(budget, self.rounds)
+        found = search.within(budget, self.rounds, briefly=self.request.briefly)
         if found is None:
-            least = compiled(search.ledger.compiled, baseline)
+            if search.ledger.compiled:
+                least = compiled(search.ledger.compiled, baseline)
+            else:
+                graph, solution = search.least_known()
+                least = predicted(graph, solution.schedule)
             error = blamed(self._refusal(budget, least), budget, baseline.graphs.plain, self._least_compiled)
             if least.candidate is not None:
                 error.least_plan = self._planned(search, least.candidate, least.peak_nbytes).plan

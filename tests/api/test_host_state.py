@@ -22,6 +22,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._optimizer_updates import updated_alone
 from jaxremat._model._primitive_names import FETCH
 from jaxremat._plan._problem import Problem
+from jaxremat._plan._search import Search
 from jaxremat._plan._state_on_host import Movable
 from jaxremat._program._host_arguments import from_host
 from jaxremat._rewrite._trace import trace
@@ -140,6 +141,28 @@ class TestForAGpu:
         # and so does following the plan
         followed = jaxremat.optimize(plan=plan, donate_argnums=(0, 1), target="h100")(step)
         assert followed.plan(*self.args).compiled_peak_nbytes == plan.compiled_peak_nbytes
+
+    def test_of_a_step_that_does_not_fit_auto_does_not_look_for_the_least_on_the_device(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            self.plan(3 * self.state_nbytes // 2 + 2**20)
+        budget = (refused.value.min_peak_nbytes + 3 * self.state_nbytes // 2 + 2**20) // 2
+        looked: list[int] = []
+        least = Search._least
+
+        def looking(search: Search, budget: int | None) -> None:
+            looked.append(search.graph.base_nbytes)
+            least(search, budget)
+
+        monkeypatch.setattr(Search, "_least", looking)
+        with pytest.warns(JaxrematWarning, match="in host memory"):
+            plan = self.plan(budget, offload="auto")
+        assert plan.peak_nbytes <= budget and plan.on_host
+        assert all(nbytes < 3 * self.state_nbytes // 2 for nbytes in looked)  # with some of it on the host
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            self.plan(2**20, offload="auto")
+        assert refused.value.min_peak_nbytes < 3 * self.state_nbytes // 2
 
     def moved(self, plan: Plan) -> Any:
         leaves, tree = jax.tree.flatten(self.args)

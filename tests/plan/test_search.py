@@ -29,7 +29,7 @@ from jaxremat._plan import _ledger
 from jaxremat._plan._candidates import Candidate, CandidateSource, cheapest, next_allowance
 from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
-from jaxremat._plan._search import MORE_ROUNDS, Search
+from jaxremat._plan._search import HOST_MORE, HOST_WORTH, MORE_ROUNDS, Search
 
 NONE = Variants(Loops((), (), (), (), (), ()))
 """No variants but the plain step."""
@@ -713,6 +713,54 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
     bare = searching(replace(graph, host=None), Milp(), compiled).within(int(0.7 * plain), 3)
     assert bare is not None and bare.seconds == trial.seconds
     assert tried == [each for each in with_it if not each[0]]
+
+
+@pytest.mark.parametrize(("share", "dear"), [(0.98, False), (0.6, True)])
+def test_where_host_memory_is_spared_few_plans_with_it_are_tried_and_only_where_others_take_longer(
+    share: float, dear: bool
+) -> None:
+    """Copies hide behind the kernels."""
+    graph = replace(layers(24, link=64.0), platform="gpu")
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    assert graph.host is not None
+
+    def searched(graph: Graph) -> tuple[CompiledCandidate, int, int]:
+        tried: list[bool] = []
+
+        def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+            tried.append(graph.host is not None)
+            profile = simulate(graph, solution.schedule)
+            trial = a_trial(graph, set(), profile.extra_seconds / graph.step_seconds)
+            return replace(
+                trial, solution=solution, profile=profile, fence=fence, peak_nbytes=profile.peak_nbytes
+            )
+
+        found = searching(graph, Milp(), compiled).within(int(share * plain), 3)
+        assert found is not None
+        return found, sum(tried), len(tried) - sum(tried)
+
+    without, _, others = searched(replace(graph, host=None))
+    assert ((without.compiled_overhead or 0.0) > HOST_WORTH) == dear
+    found, with_host, known = searched(replace(graph, host=graph.host._replace(sparing=True)))
+    assert known == others and with_host <= max(HOST_MORE * (known + 2), 1)
+    assert bool(with_host) == bool(found.solution.schedule.offloaded) == dear
+    assert found.seconds < without.seconds if dear else found.seconds == without.seconds
+
+
+def test_a_brief_search_compiles_no_schedule_of_least_memory_that_cannot_fit() -> None:
+    graph = chain(12)
+    least = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
+    tried: list[int] = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        tried.append(simulate(graph, solution.schedule).peak_nbytes)
+        return replace(a_trial(graph, set(), 0.0), solution=solution, fence=fence, graph=graph)
+
+    search = searching(graph, Milp(), compiled, least)
+    assert search.within(least // 2, 3, briefly=True) is None and not tried
+    known, solution = search.least_known()
+    assert simulate(known, solution.schedule).peak_nbytes <= least
+    assert search.within(least // 2, 3) is None and tried
 
 
 @pytest.mark.parametrize("more", [0, 10**12], ids=["slower than predicted", "and larger"])
