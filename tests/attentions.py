@@ -35,6 +35,11 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return _mixed(jax.nn.softmax(jnp.where(_causal(q, k), _scores(q, k), -1e30)), v)
 
 
+def _masked_out(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Some parts of the keys are for no query of some parts of these."""
+    return _mixed(jax.nn.softmax(jnp.where(_causal(q, k), _scores(q, k), -jnp.inf)), v)
+
+
 def _by_hand(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The softmax written out, with a gradient through the maximum."""
     x = jnp.where(_causal(q, k), _scores(q, k), -1e30)
@@ -124,6 +129,7 @@ SHORT = (_in_short, _all_in_short)
 FOUND: dict[str, Attend] = {
     "plain": plain,
     "masked": masked,
+    "masked out": _masked_out,
     "written out": _by_hand,
     "written out, the maximum held": _stopped,
     "padded": _padded,

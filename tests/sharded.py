@@ -357,9 +357,10 @@ def microbatches(case: str) -> dict[str, Any]:
 
 
 def attention(case: str) -> dict[str, Any]:
-    """A decoder with its heads (*tp*), weights (*fsdp*) or *queries* divided too, its layers in a loop (*scan*): the
-    plan of the first attention of `attentions.FOUND` that the words behind name, within less than its scores need; and
-    what devices send and compute where the others are done without their scores. Or only whether they are (*found*).
+    """A decoder with its heads (*tp*), weights (*fsdp*), *queries* (and all keys *gathered*) or the *sequence* divided
+    too, its layers in a loop (*scan*): the plan of the first attention of `attentions.FOUND` that the words behind
+    name, within less than its scores need; and what devices send and compute where the others are done without their
+    scores. Or only whether they are (*found*).
     """
     how, _, kinds = case.removeprefix("attention ").partition(": ")
     words = set(how.split())
@@ -382,8 +383,13 @@ def attention(case: str) -> dict[str, Any]:
     def trained(kind: str) -> Any:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
             q, k, v = (jnp.einsum("bti,ihd->bthd", x, w[name]) for name in ("q", "k", "v"))
+            there = NamedSharding(mesh, P("data", "model"))
             if "queries" in words:
-                q = jax.lax.with_sharding_constraint(q, NamedSharding(mesh, P("data", "model")))
+                q = jax.lax.with_sharding_constraint(q, there)
+            if "gathered" in words:
+                k, v = (jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P("data"))) for a in (k, v))
+            if "sequence" in words:
+                q, k, v = (jax.lax.with_sharding_constraint(a, there) for a in (q, k, v))
             return x + jnp.tanh(jnp.einsum("bthd,hdi->bti", FOUND[kind](2 * q, k, v), w["o"])), None
 
         def loss_of(weights: Any, x: jax.Array) -> jax.Array:

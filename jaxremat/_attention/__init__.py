@@ -5,5 +5,6 @@ or in kernels of a GPU. Law: they compute what the equations computed, up to the
 
 Reading order: `_pattern` (what one attention computes, of any layout); `_reading`, `_softmax`, `_differentiating`,
 `_finding` (equations -> where attention is, forward and backward); `_operations` (the two, part after part); `_tiles`,
-`_kernels`, `_gradient_kernels` (the same, a tile at a time); `_rewriting` (which puts them in place).
+`_kernels`, `_gradient_kernels` (the same, a tile at a time); `_places`, `_ring` (the part of one device, with keys that
+pass round); `_rewriting` (which puts them in place).
 """

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._kernels import call, flops_of, layout_of, place_of
-from ._pattern import Pattern, as_it_was, canonical, in_order
+from ._pattern import Pattern, as_it_was, delta, in_order
 from ._tiles import Blocks, Tile, blocks_of, dot, padded, tiles
 
 
@@ -34,17 +34,14 @@ def gradient_in_kernels(
     *leaves: jax.Array,
     pattern: Pattern,
     kernels: bool = True,
+    mean: jax.Array | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Do what `attend_gradient` does, in two kernels, and one for each learned leaf."""
-    rank = len(pattern.sizes)
-    both = result.astype(jnp.float32) * cotangent.astype(jnp.float32)
-    inner = tuple(d for d, axis in enumerate(pattern.mixed.result) if axis is not None and axis >= rank)
-    left = tuple(axis for d, axis in enumerate(pattern.mixed.result) if d not in inner)
-    delta = canonical(both.sum(inner), left, rank)
+    mean = delta(pattern, result, cotangent) if mean is None else mean
     ordered = in_order(leaves, pattern)
     backward = _Backward(
-        pattern, (queries, keys, values, largest, total, delta, cotangent), ordered, interpret
+        pattern, (queries, keys, values, largest, total, mean, cotangent), ordered, interpret
     )
     to_leaves = (as_it_was(backward.of_leaf(i), pattern.leaves[i], leaves[i].shape) for i in pattern.learned)
     return [backward.of_queries(), *backward.of_keys(), *to_leaves]

@@ -89,10 +89,16 @@ def attend(
     return parts.run(part, operands, list(zip(types, made, strict=True)))
 
 
-def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> list[jax.Array]:
-    """Return gradients with respect to queries, keys, values and learned leaves, part after part."""
+def attend_gradient(
+    *operands: jax.Array, pattern: Pattern, kernels: bool, mean: jax.Array | None = None
+) -> list[jax.Array]:
+    """Return gradients with respect to queries, keys, values and learned leaves, part after part.
+
+    **Arguments:** `mean` as `delta` returns it, where some keys alone are among the operands.
+    """
+    del kernels
     queries, keys, values, *rest = operands
-    largest, total, cotangent, *leaves = rest[1:] if kernels else rest
+    largest, total, cotangent, *leaves = rest[len(rest) - 3 - len(pattern.leaves) :]  # without the result
     parts = _Parts(pattern)
     own = tuple(range(len(pattern.sizes)))
     read, _ = pattern.axes(gradient=True)
@@ -100,6 +106,7 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
     of = [
         *zip((queries, keys, values, largest, total, cotangent), read, strict=True),
         *((a, own) for a in ordered),
+        *([] if mean is None else [(mean, read[3])]),
     ]
     learned = [ordered[i] for i in pattern.learned]
     spread = [tuple(d if n > 1 else None for d, n in enumerate(a.shape)) for a in learned]
@@ -112,8 +119,10 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
         largest: jax.Array,
         total: jax.Array,
         cotangent: jax.Array,
-        *leaves: jax.Array,
+        *others: jax.Array,
     ) -> list[jax.Array]:
+        leaves = others[: len(pattern.leaves)]
+
         def scores(queries: jax.Array, keys: jax.Array, *learned: Any) -> Any:
             biases = dict(zip(pattern.learned, learned, strict=True))
             return parts.scores(start, queries, keys, [biases.get(i, a) for i, a in enumerate(leaves)])
@@ -122,7 +131,8 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
         weights = jnp.exp(x - largest.astype(x.dtype)) / total.astype(x.dtype)
         _, mixed = jax.vjp(lambda w, v: pattern.mixed(parts.mixing(start, w, leaves), v), weights, values)
         to_weights, to_values = mixed(cotangent)
-        mean = (weights * to_weights).sum(pattern.key, keepdims=True)
+        own = others[len(leaves) :]
+        mean = own[0].astype(x.dtype) if own else (weights * to_weights).sum(pattern.key, keepdims=True)
         to_queries, to_keys, *to_leaves = scored(weights * (to_weights - mean))
         return [to_queries, to_keys, to_values, *to_leaves]
 
@@ -251,9 +261,8 @@ def _define(
         """Return what the function makes, on each device of its part where there are several."""
         if places is None:
             return fn(*operands, pattern=pattern, kernels=kernels)
-        read, made = pattern.axes(gradient=gradient, kernels=kernels)
-        part = functools.partial(fn, pattern=places.part(pattern), kernels=kernels)
-        return places.on_each(part, (*read, *pattern.leaves), made)(*operands)
+        part = functools.partial(fn, kernels=kernels)
+        return places.on_each(part, pattern, gradient=gradient, kernels=kernels)(*operands)
 
     written = functools.partial(placed, fn)
 
@@ -263,9 +272,9 @@ def _define(
         made = jax.vmap(functools.partial(written, **params), in_axes=axes)(*operands)
         return made, (0,) * len(made)
 
-    def on_gpu(*operands: Any, pattern: Pattern, kernels: bool) -> Any:
+    def on_gpu(*operands: Any, pattern: Pattern, kernels: bool, **means: Any) -> Any:
         able = kernels and (gradient_fits if gradient else fits)(pattern, operands)
-        return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
+        return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels, **means)
 
     def lowered(*args: object, places: Places | None, **params: object) -> Any:
         device = _LOWERED_FOR.get()

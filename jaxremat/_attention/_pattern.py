@@ -10,13 +10,14 @@ made of few numbers, as a causal mask is, is made anew wherever it is wanted.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._program._compat import DType
@@ -131,14 +132,17 @@ class Pattern:
         """Bytes of all scores, in the type that the softmax is of."""
         return self.scores_count * jnp.dtype(self.types[0]).itemsize
 
-    def axes(self, *, gradient: bool, kernels: bool = False) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
-        """Return those of the operands but for leaves, and of the results, of attention or of its gradient."""
+    def axes(self, *, gradient: bool, of_result: bool = False) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
+        """Return those of the operands but for leaves, and of the results, of attention or of its gradient.
+
+        **Arguments:** `of_result` whether the gradient reads the result.
+        """
         sums = tuple(axis if axis != self.key else None for axis in range(len(self.sizes)))
         read, result = (self.scores.rows, self.scores.columns, self.mixed.columns), self.mixed.result
         if not gradient:
             return read, (result, sums, sums)
         made = (*read, *(self.leaves[i] for i in self.learned))
-        return (*read, *((result,) if kernels else ()), sums, sums, result), made
+        return (*read, *((result,) if of_result else ()), sums, sums, result), made
 
     def flops(self, *, gradient: bool, kernels: bool) -> float:
         """Return floating-point operations of its products: two, or their five in the gradient, for which kernels
@@ -148,6 +152,40 @@ class Pattern:
         again = 1 + len(self.learned) if kernels else 0
         of_query, of_value = (3 + again, 2 + again) if gradient else (1, 1)
         return 2.0 * self.scores_count * (of_query * query + of_value * value)
+
+
+def with_origins(pattern: Pattern, axes: Collection[int]) -> tuple[Pattern, tuple[tuple[int, DType], ...]]:
+    """Return a pattern for parts along these axes, where places are counted from numbers that are further leaves; and
+    the axis and the type of each.
+    """
+    counting = [step for step in (*pattern.before, *pattern.after) if step.axis in axes]
+    kinds = dict.fromkeys((step.axis or 0, np.dtype(step.params["dtype"])) for step in counting)
+    first = 1 + len(pattern.leaves)
+    leaf = {kind: first + i for i, kind in enumerate(kinds)}
+
+    def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
+        number = {i: i for i in range(first)}  # of the source, of leaves, and of steps by what they were
+        found: list[Step] = []
+        for i, step in enumerate(steps):
+            found.append(
+                replace(
+                    step, operands=tuple(a if isinstance(a, Scalar) else number[a] for a in step.operands)
+                )
+            )
+            number[first + i] = first + len(kinds) + len(found) - 1
+            if step.axis in axes:
+                kind = step.axis or 0, np.dtype(step.params["dtype"])
+                found.append(Step(lax.add_p, {}, (number[first + i], leaf[kind])))
+                number[first + i] += 1
+        return tuple(found)
+
+    own = replace(
+        pattern,
+        before=moved(pattern.before),
+        after=moved(pattern.after),
+        leaves=(*pattern.leaves, *(((),) * len(kinds))),
+    )
+    return own, tuple(kinds)
 
 
 def results_of(pattern: Pattern, values: jax.Array | jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
@@ -163,6 +201,26 @@ def results_of(pattern: Pattern, values: jax.Array | jax.ShapeDtypeStruct) -> li
     sums = tuple(1 if axis == pattern.key else n for axis, n in enumerate(pattern.sizes))
     kind = jnp.promote_types(pattern.types[0], jnp.float32)
     return [jax.ShapeDtypeStruct(shape, pattern.types[1]), *[jax.ShapeDtypeStruct(sums, kind)] * 2]
+
+
+def delta(pattern: Pattern, result: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Return for each query the sum of its result times its cotangent, in f32, with a dimension for each axis of
+    scores: the mean of what is passed back to its weights.
+    """
+    rank, axes = len(pattern.sizes), pattern.mixed.result
+    both = result.astype(jnp.float32) * cotangent.astype(jnp.float32)
+    inner = tuple(d for d, axis in enumerate(axes) if axis is not None and axis >= rank)
+    return canonical(both.sum(inner), tuple(axis for d, axis in enumerate(axes) if d not in inner), rank)
+
+
+def spread(pattern: Pattern, sums: jax.Array) -> jax.Array:
+    """Return a number for each query, with a dimension for each axis of scores, as one for each of its result."""
+    axes, rank = pattern.mixed.result, len(pattern.sizes)
+    own = [axis for axis in axes if axis is not None and axis < rank]
+    kept = sorted(own)
+    sums = lax.squeeze(sums, [axis for axis in range(rank) if axis not in own])
+    sums = lax.transpose(sums, [kept.index(axis) for axis in own])
+    return jnp.expand_dims(sums, [d for d, axis in enumerate(axes) if axis is None or axis >= rank])
 
 
 def in_order(leaves: Sequence[jax.Array], pattern: Pattern) -> list[jax.Array]:

@@ -3,66 +3,137 @@
     scores [batch, heads, queries, keys] over a mesh     names: (("data",), ("model",), (), ())
     a device has                                         an attention of its own rows and heads
 
-A part is one along axes of the scores but for the keys'. What has no such axis, as keys have none of the queries,
-every device of that axis has whole, and its gradient is the sum of theirs.
+A part is one along axes of the scores; where masks count places along one, a device counts from where its part begins.
+What has no such axis, as keys have none of the queries, every device of that axis has whole, and its gradient is the
+sum of theirs. Keys that are divided as queries are, as those of a long sequence, may pass round instead (see `_ring`):
+the mesh's axes are then those of both.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._pattern import Axes, Pattern
+from .._program import _compat
+from .._program._compat import Atom
+from ._finding import Site
+from ._pattern import Axes, Pattern, with_origins
+from ._ring import Ring
 
 
 @dataclass(frozen=True)
 class Places:
     """Where an attention is done. **Fields:** the `mesh` of the devices; for each axis of scores the `names` of the
-    mesh's axes that it is divided over.
+    mesh's axes that it is divided over, where keys pass round the keys' too; `key` the number of that one.
     """
 
     mesh: Any
     names: tuple[tuple[str, ...], ...]
+    key: int
 
     @classmethod
-    def of(cls, scores: NamedSharding, pattern: Pattern) -> "Places | None":
+    def of(
+        cls, scores: NamedSharding, pattern: Pattern, columns: Sequence[NamedSharding | None] = ()
+    ) -> "Places | None":
         """Return where the scores are; None where what a device has of them is no attention by itself, or not
         all alike.
+
+        **Arguments:** `columns` where keys are, and values.
         """
         spec = dict(zip(pattern.scores.result, scores.spec, strict=False))
         each = (spec.get(axis) or () for axis in range(len(pattern.sizes)))
-        places = cls(scores.mesh, tuple((own,) if isinstance(own, str) else tuple(own) for own in each))
-        counted = {step.axis for step in (*pattern.before, *pattern.after)}
-        even = all(n % places._parts(axis) == 0 for axis, n in enumerate(pattern.sizes))
-        whole = all(not places.names[axis] or axis not in counted for axis in pattern.rows)
-        return places if even and whole and not places.names[pattern.key] else None
+        places = cls(scores.mesh, tuple(map(_named, each)), pattern.key)
+        if places.names[pattern.key]:
+            return None
+        passing = places._passing(pattern, columns)
+        return next((own for own in (passing, places) if own is not None and own._is_even(pattern)), None)
+
+    def _passing(self, pattern: Pattern, columns: Sequence[NamedSharding | None]) -> "Places | None":
+        """Return the same with keys that pass round; None where they are not divided as queries are, or a device would
+        have no more of all keys and values than it has of queries and results.
+        """
+        of = (pattern.scores.columns, pattern.mixed.columns)
+        found = {
+            _named(sharding.spec[axes.index(pattern.key)] or ()) if sharding is not None else ()
+            for sharding, axes in zip(columns, of, strict=False)
+            if pattern.key in axes
+        }
+        names = found.pop() if len(found) == 1 else ()
+        wide = [axis for axis in pattern.rows if pattern.sizes[axis] > 1]
+        rows = [axis for axis in wide if self.names[axis] == names and not any(axis in each for each in of)]
+        if (
+            not names
+            or len(rows) != 1
+            or pattern.learned
+            or any(axis not in pattern.mixed.result for axis in wide)
+        ):
+            return None
+        own = replace(
+            self, names=tuple(names if axis == pattern.key else n for axis, n in enumerate(self.names))
+        )
+        part, query, value = self.part(pattern), *pattern.widths
+
+        def count(*each: tuple[Axes, int]) -> int:
+            return sum(
+                width * math.prod(part.sizes[a] for a in axes if a is not None and a < len(part.sizes))
+                for axes, width in each
+            )
+
+        here = count((pattern.scores.rows, query), (pattern.mixed.result, value))
+        return own if count((of[0], query), (of[1], value)) > here else None
+
+    def _is_even(self, pattern: Pattern) -> bool:
+        """Return whether all devices have as much."""
+        return all(n % self._parts(axis) == 0 for axis, n in enumerate(pattern.sizes))
+
+    @property
+    def turns(self) -> int:
+        """In how many turns a device sees all keys: one where it has them."""
+        return self._parts(self.key)
 
     def part(self, pattern: Pattern) -> Pattern:
-        """Return what a device has."""
+        """Return what a device has, of one turn."""
         return replace(pattern, sizes=tuple(n // self._parts(axis) for axis, n in enumerate(pattern.sizes)))
 
-    def sharding(self, axes: Axes) -> NamedSharding:
-        """Return how an array with these axes lies."""
-        return NamedSharding(self.mesh, PartitionSpec(*(self._over(axis) or None for axis in axes)))
-
     def on_each(
-        self, part: Callable[..., Sequence[jax.Array]], read: Sequence[Axes], made: Sequence[Axes]
+        self, part: Callable[..., Sequence[jax.Array]], pattern: Pattern, *, gradient: bool, kernels: bool
     ) -> Callable[..., Any]:
-        """Return what the devices' parts make, of operands with the axes `read` and into results with those of
-        `made`.
+        """Return what the devices' parts make, of the operands and into the results of an attention or its gradient.
+
+        **Arguments:** `part` what a device does, which takes the `pattern` of its part and operands of that.
         """
+        read, made = pattern.axes(gradient=gradient, of_result=kernels or self.turns > 1)
+        divided = [axis for axis, each in enumerate(self.names) if each]
+        own, origins = with_origins(self.part(pattern), divided)
+
+        def start(axis: int) -> jax.Array:
+            return jax.lax.axis_index(self.names[axis]) * own.sizes[axis]
+
+        ring = Ring(self.names[self.key], own, origins, start)
 
         def here(*operands: jax.Array) -> list[jax.Array]:
-            results = zip(part(*operands), made, strict=True)
+            if self.turns > 1:
+                found = (
+                    ring.gradient(part, operands, kernels=kernels)
+                    if gradient
+                    else ring.attend(part, operands)
+                )
+            else:
+                found = part(*operands, *(start(axis).astype(kind) for axis, kind in origins), pattern=own)
+            results = zip(found, made, strict=True)
             return [jax.lax.psum(a, names) if (names := self._shared(axes)) else a for a, axes in results]
 
-        specs = [tuple(self.sharding(axes).spec for axes in each) for each in (read, made)]
-        return jax.shard_map(
-            here, mesh=self.mesh, in_specs=specs[0], out_specs=list(specs[1]), check_vma=False
-        )
+        specs = [*map(self._spec, read), *(self._spec(axes, whole=self.key) for axes in pattern.leaves)]
+        results = [self._spec(axes) for axes in made]
+        return jax.shard_map(here, mesh=self.mesh, in_specs=tuple(specs), out_specs=results, check_vma=False)
+
+    def _spec(self, axes: Axes, whole: int | None = None) -> PartitionSpec:
+        """Return how an array with these axes lies, `whole` along one of them."""
+        return PartitionSpec(*(None if axis == whole else self._over(axis) or None for axis in axes))
 
     def _over(self, axis: int | None) -> tuple[str, ...]:
         """Return the names that an axis is divided over, none for one beside the scores."""
@@ -72,5 +143,34 @@ class Places:
         return math.prod(self.mesh.shape[name] for name in self.names[axis])
 
     def _shared(self, axes: Axes) -> tuple[str, ...]:
-        """Return the names over which an array with these axes is the sum of what devices have."""
-        return tuple(name for axis, each in enumerate(self.names) if axis not in axes for name in each)
+        """Return the names over which an array with these axes is the sum of what devices have. Over those over which
+        keys pass round nothing is left to be added up.
+        """
+        others = (each for axis, each in enumerate(self.names) if axis not in axes)
+        return tuple(name for each in others if each != self.names[self.key] for name in each)
+
+
+def ungathered(site: Site, makers: Mapping[Any, jex.JaxprEqn]) -> list[Atom]:
+    """Return keys and values as they are before all of them are gathered, where the program says that they are.
+
+    **Arguments:** `makers` the equations by their results.
+    """
+    found: list[Atom] = []
+    pattern = site.pattern
+    for a, axes in zip(site.operands[1:], (pattern.scores.columns, pattern.mixed.columns), strict=True):
+        maker = None if _compat.is_literal(a) else makers.get(a)
+        gathers = maker is not None and maker.primitive.name == "sharding_constraint" and pattern.key in axes
+        spec = maker.params["sharding"].spec if maker is not None and gathers else ()
+        d = axes.index(pattern.key) if gathers else 0
+        whole = gathers and not (d < len(spec) and spec[d])
+        found.append(maker.invars[0] if maker is not None and whole else a)
+    return found
+
+
+def makers(closed: jex.ClosedJaxpr) -> dict[Any, jex.JaxprEqn]:
+    """Return the equations by their results."""
+    return {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+
+
+def _named(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -16,7 +16,7 @@ from .._program._compat import Atom, SourceInfo, shaped
 from ._finding import attention
 from ._operations import ATTENTION, GRADIENT
 from ._pattern import Pattern
-from ._places import Places
+from ._places import Places, makers, ungathered
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,23 @@ def attending(
     `places` on several devices where those are that may be done so, None on one.
     """
     jaxpr = closed.jaxpr
+    made_by = {} if places is None else makers(closed)
     instead: dict[int, list[Any]] = {}
     gone: set[int] = set()
     for site in attention(closed, scopes, alive):
         where = None if places is None else places.get(site.pattern)
         if places is not None and where is None:
             continue
+        turning = where is not None and where.turns > 1
+        operands = (site.operands[0], *ungathered(site, made_by)) if turning else site.operands
         params = {"pattern": site.pattern, "kernels": kernels, "places": where}
         info = _compat.in_scope(jaxpr.eqns[site.at], "attention").source_info
-        forward = _eqn(ATTENTION, (*site.operands, *site.leaves), params, [site.result, None, None], info)
+        forward = _eqn(ATTENTION, (*operands, *site.leaves), params, [site.result, None, None], info)
         instead[site.at] = [forward]
         if site.gradient is None:
             continue
         sums = forward.outvars[1:]
-        read = (*site.operands, *((site.result,) if kernels else ()), *sums, site.gradient.cotangent)
+        read = (*operands, *((site.result,) if kernels or turning else ()), *sums, site.gradient.cotangent)
         at = site.gradient.at
         info = _compat.in_scope(jaxpr.eqns[at], "attention").source_info
         backward = _eqn(GRADIENT, (*read, *site.leaves), params, site.gradient.results, info)

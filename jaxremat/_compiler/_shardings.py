@@ -82,7 +82,9 @@ class Shardings:
     def of_attention(self, site: Site) -> Places | None:
         """Return where an attention is done, as its scores lie; None where it stays as it is written."""
         scores = self.named(site.scores) if self.inferred else None
-        return None if scores is None else Places.of(scores, site.pattern)
+        if scores is None:
+            return None
+        return Places.of(scores, site.pattern, [self.named(a) for a in _compat.variables(site.operands[1:])])
 
     def named(self, var: jex.Var) -> NamedSharding | None:
         """Return the layout as the program would say it, None where it cannot."""
@@ -139,18 +141,21 @@ class Division:
         own = sum(math.prod(places.part(v)) * v.aval.dtype.itemsize for v in arguments)
         return traced.with_regions_on_devices(parts, own / nbytes if nbytes else 1.0)
 
-    def with_attention(self, traced: Traced) -> Traced:
+    def with_attention(self, traced: Traced, before: Traced) -> Traced:
         """Return the form, that knows which attention may be done without its scores, and where: like ones in like
         places.
+
+        **Arguments:** `before` the step before operands of products are gathered in equations of their own.
         """
-        shardings = self.shardings(traced)
-        if shardings is None:
+        here = self.shardings(traced)
+        if here is None:
             return traced
-        found: dict[Pattern, Places | None] = {}
-        for site in attention(traced.jaxpr, traced.program.scopes, traced.program.alive):
-            own = shardings.of_attention(site)
-            found[site.pattern] = own if found.setdefault(site.pattern, own) == own else None
-        return traced.attending({pattern: own for pattern, own in found.items() if own is not None})
+        found = _places(traced, here)
+        if found and before is not traced:  # keys that products want whole lie there as they are made
+            there = _places(before, shardings(before, self.program, self.args, self.kwargs))
+            passing = {pattern: own for pattern, own in there.items() if own.turns > 1}
+            found |= {pattern: passing[pattern] for pattern in found if pattern in passing}
+        return traced.attending(found)
 
     def named(self, var: jex.Var) -> NamedSharding | None:
         """Return the sharding of a variable of any form, None where it is not known."""
@@ -164,6 +169,15 @@ class Division:
                 found = shardings(traced, self.program, self.args, self.kwargs)
             self._known[traced.form] = found, *local(traced, found)
         return self._known[traced.form]
+
+
+def _places(traced: Traced, places: Shardings) -> dict[Pattern, Places]:
+    """Return where attention may be done without its scores, as of `Division.with_attention`."""
+    found: dict[Pattern, Places | None] = {}
+    for site in attention(traced.jaxpr, traced.program.scopes, traced.program.alive):
+        own = places.of_attention(site)
+        found[site.pattern] = own if found.setdefault(site.pattern, own) == own else None
+    return {pattern: own for pattern, own in found.items() if own is not None}
 
 
 def shardings(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> Shardings:

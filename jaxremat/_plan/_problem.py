@@ -106,7 +106,8 @@ class Problem:
         if (count := self.division.devices) == 1 or traced.around:
             return traced
         found = gathers(traced, self.program, self.args, self.kwargs)
-        return self.division.with_attention(self.division.with_parts(traced.gathered(found, count)))
+        gathered = self.division.with_parts(traced.gathered(found, count))
+        return self.division.with_attention(gathered, traced if found else gathered)
 
     @cached_property
     def defects(self) -> Defects:

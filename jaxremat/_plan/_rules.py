@@ -183,6 +183,7 @@ def _attention(step: PlainStep) -> Estimates:
         loop = traced.loop_of[site.at]
         length, trips = graph.loop_lengths[loop] if loop >= 0 else 1, trips_of[site.at]
         pattern = places[site.pattern].part(site.pattern) if places is not None else site.pattern
+        turns = places[site.pattern].turns if places is not None else 1
         made = (graph.values[v] for i in site.forward | site.backward for v in graph.nodes[i].outputs)
         scores = [v for v in made if v.nbytes >= pattern.scores_nbytes]
         gone += ((v.id, 0) for v in scores if v.producer != site.at)
@@ -193,7 +194,8 @@ def _attention(step: PlainStep) -> Estimates:
         )
         differentiated = site.gradient is not None
         if how > 1 and gradient_fits(pattern, [a.aval for a in (*site.operands, *site.leaves)]):
-            more += trips * kernels_seconds(pattern, device, gradient=differentiated) - once - back
+            seconds = turns * kernels_seconds(pattern, device, gradient=differentiated)
+            more += trips * seconds - once - back
         elif differentiated:
             more += once
     for site, eqns, trips in within:

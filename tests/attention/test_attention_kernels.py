@@ -1,5 +1,6 @@
 """Kernels of attention: the same as in XLA's operations, interpreted here; compiled for a GPU they need no scores."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxremat._attention._gradient_kernels import gradient_in_kernels
 from jaxremat._attention._kernels import attend_in_kernels, fits
 from jaxremat._attention._operations import attend as attend_in_parts
 from jaxremat._attention._operations import attend_gradient
-from jaxremat._attention._pattern import Pattern
+from jaxremat._attention._pattern import Pattern, with_origins
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program, compiler_options
 from jaxremat._compiler._roofline import kernels
@@ -72,6 +73,47 @@ def test_lengths_of_several_tiles(name: str, length: int) -> None:
 @pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
 def test_any_length(attend: Attend, length: int) -> None:
     compare(site_of(attend, length), 5e-2 if attend in SHORT else 5e-5)
+
+
+@pytest.mark.parametrize(("first_query", "first_key"), [(32, 0), (32, 32), (0, 32)])
+@pytest.mark.parametrize("name", ["masked", "grouped", "biased"])
+def test_a_part_of_queries_and_keys_counts_places_from_where_it_begins(
+    name: str, first_query: int, first_key: int
+) -> None:
+    """As on a device that has such a part, and another part of the keys in each turn."""
+    site = site_of(FOUND[name], 64)
+    whole, key = site.pattern, site.pattern.key
+    row = next(
+        a
+        for a in whole.scores.rows
+        if a is not None and a < key and a not in whole.scores.columns and whole.sizes[a] == 64
+    )
+    half = replace(whole, sizes=tuple(32 if axis in (row, key) else n for axis, n in enumerate(whole.sizes)))
+    pattern, origins = with_origins(half, (row, key))
+    assert {axis for axis, _ in origins} == {row, key}
+    axes = (*whole.axes(gradient=False)[0], *whole.leaves)
+    operands = [
+        drawn(
+            jax.ShapeDtypeStruct(
+                [32 if axis in (row, key) else n for axis, n in zip(own, v.aval.shape, strict=True)],
+                v.aval.dtype,
+            ),
+            i,
+        )
+        for i, (v, own) in enumerate(zip((*site.operands, *site.leaves), axes, strict=True))
+    ]
+    starts = [jnp.asarray(first_query if axis == row else first_key, kind) for axis, kind in origins]
+    assert fits(pattern, list(map(jax.typeof, [*operands, *starts])))
+    parts = attend_in_parts(*operands, *starts, pattern=pattern, kernels=False)
+    found = attend_in_kernels(*operands, *starts, pattern=pattern, interpret=True)
+    assert_close(found, parts, 2e-5)
+    others = attend_in_parts(*operands, *(0 * each for each in starts), pattern=pattern, kernels=False)
+    assert first_query == first_key or not np.allclose(parts[0], others[0], atol=1e-2)
+    cotangent = drawn(parts[0], 9)
+    rest = (*parts[1:], cotangent, *operands[3:], *starts)
+    wanted = attend_gradient(*operands[:3], *rest, pattern=pattern, kernels=False)
+    found = gradient_in_kernels(*operands[:3], parts[0], *rest, pattern=pattern, interpret=True)
+    assert_close(found, wanted, 2e-5)
 
 
 def test_a_row_that_sees_nothing() -> None:

@@ -204,9 +204,37 @@ def test_each_device_does_its_part_of_attention(words: str) -> None:
         assert planned <= plain + Counter(found["again"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sequence: masked, masked out, grouped, biased, dropout",
+        "sequence fsdp scan: masked, written out, capped, jax, grouped",
+    ],
+)
+def test_keys_of_a_sequence_over_devices_pass_round(words: str) -> None:
+    """Nothing of them is gathered, and a device has no scores of all keys."""
+    found = ask(f"attention {words}")
+    for kind, form in found["forms"].items():
+        assert form["done"] == (1 if "scan" in words else 2), kind
+        assert form["same"], kind
+        plain, made = map(Counter, form["sent"])
+        assert made["collective-permute"] > plain["collective-permute"], kind
+        assert made["all-gather"] < plain["all-gather"], kind
+        assert made["all-reduce"] <= plain["all-reduce"], kind
+    assert found["peak"] <= found["budget"] < found["plain"] / 2
+    assert found["form"] == ["attention"] or "scan" in words
+    assert found["same"] and found["followed"]
+
+
+def test_queries_over_devices_count_their_places_from_where_they_begin() -> None:
+    found = ask("attention queries gathered scan: masked, biased, masked out")
+    assert all(form["done"] == 1 and form["same"] for form in found["forms"].values())
+    assert not any(form["sent"][1].get("collective-permute") for form in found["forms"].values())
+    assert found["same"]
+
+
 def test_attention_that_devices_cannot_divide_stays_as_it_is() -> None:
-    """Places of queries that are counted, on several devices; groups of heads that are not all on each."""
-    assert ask("attention found queries: masked") == {"masked": 0}
+    """Groups of heads that are not all on each device."""
     assert ask("attention found tp: grouped, masked") == {"grouped": 0, "masked": 2}
 
 
