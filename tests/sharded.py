@@ -5,6 +5,7 @@
 The number of the host's devices is fixed when JAX starts, so that tests start this, once for all the cases they ask.
 """
 
+import argparse
 import atexit
 import functools
 import json
@@ -18,7 +19,7 @@ import tempfile
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxremat
+from examples import llama_70b
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._gathers import gathers
 from jaxremat._compiler._program import Program, placed
@@ -111,6 +113,7 @@ def said(case: str) -> dict[str, Any]:
         ("logical", logical),
         ("microbatches", microbatches),
         ("attention", attention),
+        ("llama", llama),
         ("pipeline", pipeline),
         ("perceptron", perceptron),
     ):
@@ -353,6 +356,45 @@ def microbatches(case: str) -> dict[str, Any]:
         "text": str(plan),
         "same": all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both),
         "placed_alike": all(a.sharding == b.sharding for a, b in both),
+    }
+
+
+def llama(case: str) -> dict[str, Any]:
+    """A small twin of the step of 405 billion weights on 64 devices (`examples/llama_70b.py`), in float32: FSDP and TP,
+    and moments in host memory.
+    """
+    del case
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("hosts", "devices"), axis_types=(AxisType.Auto,) * 2)
+    sizes = argparse.Namespace(layers=4, width=64, hidden=192, heads=8, groups=4, words=512)
+    rng = np.random.default_rng(0)
+
+    def array(like: jax.ShapeDtypeStruct) -> jax.Array:
+        made = rng.normal(size=like.shape).astype(np.float32) / like.shape[-1] ** 0.5
+        return jax.device_put(made, like.sharding)
+
+    weights = jax.tree.map(array, llama_70b.shapes(sizes, cast("Any", mesh)))
+    moments = optax.adamw(1e-4).init(weights)
+    copies = jax.tree.map(jnp.copy, weights)
+    tokens = rng.integers(0, sizes.words, (4, 256)).astype(np.int32)
+    tokens = jax.device_put(tokens, NamedSharding(mesh, P("hosts", None)))
+    step = functools.partial(llama_70b.train_step, False, NamedSharding(mesh, P("hosts", None, None)))
+    there = jaxremat.to_host(moments, least_nbytes=1000)
+    args = (weights, copies, there), tokens
+    wanted = jax.jit(step)((weights, copies, moments), tokens)
+    stats = jaxremat.memory(step, *args, donate_argnums=0)
+    budget = stats.base_nbytes + stats.temporaries_nbytes // 3
+    planned = jaxremat.optimize(budget, donate_argnums=0)(step)
+    plan = planned.plan(*args)
+    kinds = [a.sharding.memory_kind for a in jax.tree.leaves(there)]
+    got = planned(*args)
+    both = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True))
+    return {
+        "budget": budget,
+        "peak": plan.peak_nbytes,
+        "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in both),
+        "on_host": kinds.count("pinned_host"),
+        "kinds": kinds == [a.sharding.memory_kind for a in jax.tree.leaves(got[0][2])],
+        "placed_alike": all(a.sharding.spec == b.sharding.spec for a, b in both if a.ndim),
     }
 
 

@@ -233,6 +233,13 @@ def test_queries_over_devices_count_their_places_from_where_they_begin() -> None
     assert found["same"]
 
 
+def test_a_step_of_405_billion_weights_in_small_runs_with_moments_in_host_memory() -> None:
+    found = ask("llama")
+    assert found["peak"] <= found["budget"]
+    assert found["same"] and found["placed_alike"]
+    assert found["kinds"] and found["on_host"] >= 18  # two for each weight of some size
+
+
 def test_attention_that_devices_cannot_divide_stays_as_it_is() -> None:
     """Groups of heads that are not all on each device."""
     assert ask("attention found tp: grouped, masked") == {"grouped": 0, "masked": 2}
