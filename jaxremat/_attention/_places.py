@@ -37,20 +37,39 @@ class Places:
 
     @classmethod
     def of(
-        cls, scores: NamedSharding, pattern: Pattern, columns: Sequence[NamedSharding | None] = ()
+        cls, scores: NamedSharding, pattern: Pattern, operands: Sequence[NamedSharding | None] = ()
     ) -> "Places | None":
         """Return where the scores are; None where what a device has of them is no attention by itself, or not
         all alike.
 
-        **Arguments:** `columns` where keys are, and values.
+        **Arguments:** `operands` where queries are, keys and values.
         """
         spec = dict(zip(pattern.scores.result, scores.spec, strict=False))
         each = (spec.get(axis) or () for axis in range(len(pattern.sizes)))
         places = cls(scores.mesh, tuple(map(_named, each)), pattern.key)
+        able: tuple[Places | None, ...]
         if places.names[pattern.key]:
+            # Where queries and keys are divided alike, the compiler divides scores along either.
+            along = places._along_queries(pattern, operands[0]) if operands else None
+            able = () if along is None else (along._passing(pattern, operands[1:]),)
+        else:
+            able = places._passing(pattern, operands[1:]), places
+        return next((own for own in able if own is not None and own._is_even(pattern)), None)
+
+    def _along_queries(self, pattern: Pattern, queries: NamedSharding | None) -> "Places | None":
+        """Return the same with scores that are divided along queries, as these are, in place of keys; None where these
+        are not divided so.
+        """
+        names, spec = self.names[self.key], queries.spec if queries is not None else ()
+        rows = [
+            axis for axis, over in zip(pattern.scores.rows, spec, strict=False) if _named(over or ()) == names
+        ]
+        if len(rows) != 1 or (row := rows[0]) is None or row >= len(self.names) or self.names[row]:
             return None
-        passing = places._passing(pattern, columns)
-        return next((own for own in (passing, places) if own is not None and own._is_even(pattern)), None)
+        return replace(
+            self,
+            names=tuple(names if a == row else () if a == self.key else n for a, n in enumerate(self.names)),
+        )
 
     def _passing(self, pattern: Pattern, columns: Sequence[NamedSharding | None]) -> "Places | None":
         """Return the same with keys that pass round; None where they are not divided as queries are, or a device would

@@ -84,7 +84,7 @@ class Shardings:
         scores = self.named(site.scores) if self.inferred else None
         if scores is None:
             return None
-        return Places.of(scores, site.pattern, [self.named(a) for a in _compat.variables(site.operands[1:])])
+        return Places.of(scores, site.pattern, [self.named(a) for a in _compat.variables(site.operands)])
 
     def named(self, var: jex.Var) -> NamedSharding | None:
         """Return the layout as the program would say it, None where it cannot."""

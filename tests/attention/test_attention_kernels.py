@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attentions import FOUND, LENGTH, SHORT, WIDTH, Attend, assert_close, attending, masked
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from test_in_parts import LEARNED, of_buckets, of_places, of_slopes
 from test_trace import runnable
 
@@ -19,6 +20,7 @@ from jaxremat._attention._kernels import attend_in_kernels, fits
 from jaxremat._attention._operations import attend as attend_in_parts
 from jaxremat._attention._operations import attend_gradient
 from jaxremat._attention._pattern import Pattern, with_origins
+from jaxremat._attention._places import Places
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program, compiler_options
 from jaxremat._compiler._roofline import kernels
@@ -276,3 +278,28 @@ def test_each_compiles(attend: Attend, length: int) -> None:
     length = LENGTH if attend is FOUND["crossed"] else length
     found = compiled(attend, IN_KERNELS, length)
     assert len([k for k in kernels(parse(found.as_text())) if k.rate != 1]) == 3
+
+
+def test_keys_pass_round_where_scores_lie_along_queries_or_keys_that_are_divided_alike() -> None:
+    """The compiler divides the scores along either; a device that has all keys has them in one turn."""
+    pattern = site_of(masked, 64).pattern
+    scores, key = pattern.scores, pattern.key
+    row = next(axis for axis in scores.rows if axis is not None and axis not in scores.columns and axis < key)
+
+    def places(along: int, *divided: tuple[int, ...], devices: int = 4) -> Places | None:
+        mesh = AbstractMesh((devices,), ("seq",))
+        axes = (scores.rows, scores.columns, pattern.mixed.columns)
+        found, *operands = (
+            NamedSharding(mesh, PartitionSpec(*("seq" if axis in over else None for axis in own)))
+            for own, over in zip((scores.result, *axes), ((along,), *divided), strict=True)
+        )
+        return Places.of(found, pattern, operands)
+
+    passing = places(row, (row,), (key,), (key,))
+    assert passing is not None and passing.turns == 4
+    assert passing.names[row] == passing.names[key] == ("seq",)
+    assert places(key, (row,), (key,), (key,)) == passing
+    gathered = places(row, (row,), (), ())
+    assert gathered is not None and gathered.turns == 1
+    assert places(key, (), (key,), (key,)) is None
+    assert places(row, (row,), (key,), (key,), devices=3) is None
