@@ -304,8 +304,12 @@ class Search:
         """Return what the variants of a turn are limited to where host memory is to be spared: another schedule of the
         best without it; None where they are not.
         """
-        spared = turn == HOST and self.graph.host is not None and self.graph.host.sparing
-        best = self.ledger.best(budget) if spared else None
+        if turn != HOST or self.graph.host is None or not self.graph.host.sparing:
+            return None
+        without = (
+            each for each in self.ledger.compiled if each.graph.host is None and each.peak_nbytes <= budget
+        )
+        best = min(without, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
         return best if self._affordable(best) else None
 
     def _next(self, budget: int, turn: int = EXACTLY) -> Candidate | None:
