@@ -243,8 +243,8 @@ class _KeptPlans:
             return None
 
     def _path(self, folder: str, budget: int | Literal["min"], /, **instead: str) -> Path:
-        """Return the file of what belongs to a budget. **Arguments:** `instead` of it and of the program, what tells apart
-        what is kept.
+        """Return the file of what belongs to a budget. **Arguments:** `instead` of it and of the program, what tells
+        files apart.
         """
         wanted = {"budget": budget, "margin": self._margin(budget), **instead}
         key = key_of(self.problem, self.request.planning, wanted)
