@@ -18,12 +18,27 @@ def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
     return own and graph.kept_by(v, graph.reader_loop(node)) < 0
 
 
+def _begun(graph: Any) -> frozenset[int]:
+    """Return the carries of loops in the memory of what they begin with: it is for nothing else, and none of it runs
+    again.
+    """
+    values, carries = graph.values, (node for node in graph.nodes if node.primitive == "scan_carry")
+    begun = (
+        (node, values[v]) for node in carries for v in node.inputs if list(graph.readers[v]) == [node.id]
+    )
+    return frozenset(
+        node.id
+        for node, value in begun
+        if value.producer >= 0 and not value.is_output and value.nbytes == values[node.outputs[0]].nbytes
+    )
+
+
 @mechanism("operands' memory taken over", off=lambda _: frozenset())
 def in_place(graph: Any) -> frozenset[int]:
     """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
     These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that nobody else
-    reads later, nor a reduction that is fused into the kernel.
+    reads later, nor a reduction that is fused into the kernel; and carries, in either pass.
     """
     # what reductions that a fused value hides read, before any of it may be written over
     reduced: dict[int, frozenset[int]] = {}
@@ -34,7 +49,7 @@ def in_place(graph: Any) -> frozenset[int]:
             hidden = hidden.union(*(graph.sources[v] for v in node.inputs))
         reduced.update((v, hidden) for v in fused if hidden)
 
-    return frozenset(
+    return _begun(graph).union(
         node.id
         for node in graph.nodes
         if (node.primitive in OVERWRITING or not node.fusion_root)

@@ -301,6 +301,18 @@ def test_a_kernel_writes_over_no_operand_that_a_reduction_fused_into_it_reads() 
         assert build.graph().in_place == in_place
 
 
+def test_a_carry_is_in_the_memory_of_what_it_begins_with() -> None:
+    """In the forward pass too, but not where that is read again."""
+    for again in (False, True):
+        build = Builder()
+        (zeros,) = build.node([build.argument()], [4])
+        (carry,) = build.node([zeros], [4], primitive="scan_carry")
+        build.node([carry, *[zeros] * again], [1])
+        build.stage()
+        build.node([carry], [1], is_output=True)
+        assert build.graph().in_place == (set() if again else {1})
+
+
 def test_a_fused_value_holds_its_sources() -> None:
     """`a -> fused -> reader`: no bytes of its own, but `a` lives until the fused value's last reader."""
     build = Builder()
