@@ -251,6 +251,18 @@ def _slice(values: Values, key: Window, operands: Operands, kind: Type) -> int |
     if node.op == "slice" and set(node.key[2]) == {1}:
         start, stop = (tuple(map(add, node.key[0], own)) for own in key[:2])
         return values.make("slice", (start, stop, key[2]), node.operands, kind)
+    if node.op == "pad":
+        inner = values.type(node.operands[0])[0]
+        start, stop = (
+            tuple(n - low for n, (low, _, _) in zip(own, node.key, strict=True)) for own in key[:2]
+        )
+        within = all(a >= 0 and b <= n for a, b, n in zip(start, stop, inner, strict=True))
+        apart = any(interior for _, _, interior in node.key)
+        return (
+            values.make("slice", (start, stop, key[2]), node.operands[:1], kind)
+            if within and not apart
+            else None
+        )
     if node.op != "concatenate":
         return None
     axis, first = node.key, 0

@@ -3,14 +3,17 @@
 See `_chunk_loops`. Law: a stack is said to be of rows only where it is chunk after chunk of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 
-from ._axes import BatchingRule
+from ._axes import BILINEAR, LINEAR, BatchingRule
+from ._compat import DType, shaped
 from ._value_numbers import Affine, Values
 
 
@@ -31,6 +34,15 @@ class Rows(NamedTuple):
     dimension: int
     parts: int = 1
     once: bool = False
+
+
+class Slab(NamedTuple):
+    atom: Any
+    dimension: int
+    step: int
+    before: int
+    fill: float | None = None
+    also: tuple[Any, ...] = ()  # which other slabs it is
 
 
 class Sum(NamedTuple):
@@ -60,7 +72,18 @@ class Added(NamedTuple):
     atom: Any
 
 
-Kind = Whole | Rows | Sum | Joined | Index | Carry | Written | Added
+Kind = Whole | Rows | Slab | Sum | Joined | Index | Carry | Written | Added
+
+
+class Inside(NamedTuple):
+    """A mask of indices along a dimension, which count from a place on: those that are no less than a number, and below
+    another, where there are these.
+    """
+
+    dimension: int
+    begin: Affine
+    least: int | None = None
+    below: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,9 @@ class Places:
     """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
     `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_all` whether all
     its entries are a number; `reaches` where an index along a dimension, which counts from zero, is as large as a
-    place; `symbol` of the loop.
+    place; `symbol` of the loop; `of_all` the number of an equation's results outside of the loop; `counted` where
+    indices, one behind the other, begin; `inside` what a mask is; `known` whether the program that the loop is compared
+    with has an equation of these operands; `sizes` of dimensions there.
     """
 
     number: Number
@@ -78,6 +103,11 @@ class Places:
     is_all: Callable[[int, int], bool]
     reaches: Callable[[int], tuple[int, Affine] | None]
     symbol: int
+    of_all: Number
+    counted: Callable[[int], Affine | None]
+    inside: Callable[[int], Inside | None]
+    known: Callable[[Any, list[int]], bool]
+    sizes: Callable[[], Collection[int]]
 
 
 @dataclass(frozen=True)
@@ -151,3 +181,35 @@ def is_rule(
     """Return whether a rule says where the rows of operands and results are, and which sizes they divide."""
     same = rule.operands == operands and rule.results == tuple(results) and set(rule.sizes) == set(sizes)
     return same and (rule.summed or None not in rule.results)
+
+
+def parts_place(kind: Rows, shape: Sequence[int], result: Sequence[int]) -> tuple[int, int] | None:
+    """Return where rows of several parts are once they have another shape, in which an axis of these and the rows of
+    one become one axis, or the other way round, and how many parts there are then.
+    """
+    d = kind.dimension
+    if kind.parts == 1 and d and result == (*shape[: d - 1], shape[d - 1] * shape[d], *shape[d + 1 :]):
+        return d - 1, shape[d - 1]
+    if kind.parts > 1 and result == (*shape[:d], kind.parts, shape[d] // kind.parts, *shape[d + 1 :]):
+        return d + 1, 1
+    return None
+
+
+def linear_in(eqn: jex.JaxprEqn, sums: Sequence[bool]) -> range | None:
+    """Return the operands in which an equation of these sums is linear, all of which have to be sums; none where it is
+    linear in that which is one. None where it is not linear, as where a place, or what selects, is a sum.
+    """
+    name, types = eqn.primitive.name, [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
+    if name in BILINEAR:
+        able = sum(sums) == 1 and (name != "div" or (sums[0] and _are(jnp.inexact, types)))
+    elif name == "convert_element_type":
+        able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
+    else:
+        able = name in LINEAR
+    linear = range(len(sums))[LINEAR.get(name, slice(0, 0))]
+    others = (is_sum for i, is_sum in enumerate(sums) if i not in linear)
+    return linear if able and not (name in LINEAR and any(others)) else None
+
+
+def _are(kind: Any, types: Sequence[DType]) -> bool:
+    return all(jnp.issubdtype(each, kind) for each in types)

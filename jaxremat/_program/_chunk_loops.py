@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from . import _compat
-from ._axes import BILINEAR, JOINS, LINEAR, is_scattered, rules, sum_type
+from ._axes import JOINS, is_scattered, rules, sum_type
 from ._chunk_kinds import (
     Added,
     AllRows,
@@ -43,14 +43,18 @@ from ._chunk_kinds import (
     OtherLoopError,
     Places,
     Rows,
+    Slab,
     Sum,
     Whole,
     Written,
     is_rule,
+    linear_in,
+    parts_place,
     place_of,
     stacked,
 )
-from ._compat import AbstractValue, AnyJaxpr, Atom, DType, SourceInfo, shaped
+from ._chunk_slabs import Slabs
+from ._compat import AbstractValue, AnyJaxpr, Atom, SourceInfo, shaped
 from ._inline import followed
 from ._primitives import runs_once
 from ._splice import inlined, needed, typed
@@ -109,6 +113,7 @@ class _Chunks:
         self.given: dict[Any, int] = {}  # place among the operands of a body within
         self.spread: dict[tuple[Any, int], Rows] = {}
         self.alike_rows: set[Any] = set()  # of these all rows are alike
+        self.slabs = Slabs(self)
 
     def program(self, operands: Sequence[jex.Var], results: Sequence[Atom]) -> jex.ClosedJaxpr:
         """Return the equations for these operands."""
@@ -163,30 +168,37 @@ class _Chunks:
             raise OtherLoopError
         name = eqn.primitive.name
         has = {type(kind) for kind in kinds}
+        if name == "gather" and Index in has:
+            return [self.slabs.read(eqn, *kinds)]
         if name == "dynamic_slice" and Index in has and not self._is_index(kinds[0]):
             return [self._read(eqn, kinds)]
         if name == "dynamic_update_slice" and Carry in has:
             return [self._written(eqn, kinds)]
-        if name == "select_n" and (once := self._once(eqn, *kinds)) is not None:
-            return [once]
+        if name == "select_n" and (selected := self.slabs.masked(eqn, *kinds) or self._once(eqn, *kinds)):
+            return [selected]
         if has & {Carry, Added}:
             return [self._added(eqn, kinds)]
         if Index in has:
             return self._indices(eqn, kinds)
         if name == "scan" and has & {Rows, Sum}:
             return self._scan(eqn, kinds)
+        if Slab in has:
+            return self.slabs.results(eqn, kinds)
         if has <= {Whole}:
             return self._same(eqn, kinds)
         if name in JOINS and isinstance(kinds[0], Rows):
             return [self._joined(eqn, kinds[0])]
         if has <= {Whole, Rows}:
             joined = self._of_parts(eqn, kinds[0]) if name == "reshape" else None
-            return self._of_rows(eqn, kinds) if joined is None else [joined]
+            try:
+                return self._of_rows(eqn, kinds) if joined is None else [joined]
+            except OtherLoopError:
+                return self.slabs.results(eqn, kinds)
         if has <= {Whole, Sum}:
-            return list(map(Sum, self._made(eqn, self._linear(eqn, kinds))))
+            return list(map(Sum, self.made(eqn, self._linear(eqn, kinds))))
         raise OtherLoopError
 
-    def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[jex.Var]:
+    def made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[jex.Var]:
         """Append an equation of these operands, and return its results."""
         outvars = [_variable(v.aval) for v in changed.pop("like", eqn.outvars)]
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
@@ -194,7 +206,7 @@ class _Chunks:
         return outvars
 
     def _same(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
-        made = self._made(eqn, kinds)
+        made = self.made(eqn, kinds)
         self.maker.update((v, (eqn, i, kinds)) for i, v in enumerate(made))
         return list(map(Whole, made))
 
@@ -259,19 +271,20 @@ class _Chunks:
 
     def _read(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         array, *indices = kinds
-        if not isinstance(array, Whole):
-            raise OtherLoopError
         shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.outvars[0]).shape
-        if len(indices) == len(shape):
-            return Rows(array.atom, self._along(shape, size, indices))
-        raise OtherLoopError
+        if not isinstance(array, Whole) or len(indices) != len(shape):
+            raise OtherLoopError
+        return Rows(array.atom, self._along(shape, size, indices))
 
     def _written(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         array, update, *indices = kinds
         if not isinstance(array, Carry):
             raise OtherLoopError
         shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.invars[1]).shape
-        rows = self._rows(update, self._along(shape, size, indices))
+        axis = self._along(shape, size, indices)
+        if isinstance(update, Slab):
+            return Written(array.place, self.slabs.written(update, eqn, axis))
+        rows = self._rows(update, axis)
         if rows is None or rows.parts > 1 or rows.once:
             raise OtherLoopError
         return Written(array.place, rows.atom)
@@ -307,13 +320,13 @@ class _Chunks:
         before = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
         if before in self.known and self.places.is_all(self.known[before], 0):
             return Added(so_far.place, others[0].atom)
-        return Added(so_far.place, self._made(eqn, [Whole(before), others[0]])[0])
+        return Added(so_far.place, self.made(eqn, [Whole(before), others[0]])[0])
 
     def _joined(self, eqn: jex.JaxprEqn, rows: Rows) -> Kind:
         """Return what a reduction joins of rows: all of them, or those of each entry."""
         if rows.once or rows.parts > 1 or rows.dimension not in eqn.params["axes"]:
             return self._of_rows(eqn, [rows])[0]
-        return Joined(self._made(eqn, [rows])[0], eqn.primitive.name)
+        return Joined(self.made(eqn, [rows])[0], eqn.primitive.name)
 
     def _joined_to(self, eqn: jex.JaxprEqn, so_far: Carry, joined: Joined) -> Kind:
         """Return a carry that began with nothing, and to which chunks were joined."""
@@ -359,7 +372,7 @@ class _Chunks:
         **Arguments:** `wanted` a result that has to have its rows in a dimension.
         """
         missing: _Wanted | None = None
-        found: list[list[Kind]] = []
+        found: list[tuple[list[Kind], Any]] = []
         for rule in rules(eqn):
             if wanted is not None and rule.results[wanted[0]] != wanted[1]:
                 continue
@@ -369,7 +382,7 @@ class _Chunks:
                 missing = each
                 continue
             if own is not None and (made := self._as_part(eqn, own, rule.results, rule.sizes)) is not None:
-                found.append(made)
+                found.append((made, self.eqns[-1]))
                 break
         # A chunk of one row may be more than what the rules see.
         guesses = range(len(shaped(eqn.outvars[0]).shape)) if wanted is None else ()
@@ -379,10 +392,13 @@ class _Chunks:
             results = tuple(guess for _ in eqn.outvars)
             sizes = tuple((name, guess) for name in _SIZES if name in eqn.params)
             if (made := self._as_part(eqn, kinds, results, sizes)) is not None:
-                found.append(made)
+                found.append((made, self.eqns[-1]))
         if not found:
             raise missing or OtherLoopError
-        return min(found, key=lambda each: each[0].atom.aval.shape.count(1))  # pyright: ignore
+        if len(found) > 1:
+            known = [self.slabs.is_known(whole) for _, whole in found]
+            found = [each for each, is_known in zip(found, known, strict=True) if is_known] or found
+        return min(found, key=lambda each: shaped(each[1].outvars[0]).shape.count(1))[0]
 
     def _of_parts(self, eqn: jex.JaxprEqn, kind: Kind) -> Rows | None:
         """Return rows of several parts, where an axis of these and the rows of one become one axis, or the other way
@@ -391,18 +407,14 @@ class _Chunks:
         assert isinstance(kind, Rows)
         if self._all != self.count:
             return None
-        shape, result, d = shaped(eqn.invars[0]).shape, tuple(shaped(eqn.outvars[0]).shape), kind.dimension
-        if kind.parts == 1 and d and result == (*shape[: d - 1], shape[d - 1] * shape[d], *shape[d + 1 :]):
-            found, parts = d - 1, shape[d - 1]
-        elif kind.parts > 1 and result == (*shape[:d], kind.parts, shape[d] // kind.parts, *shape[d + 1 :]):
-            found, parts = d + 1, 1
-        else:
+        result = tuple(shaped(eqn.outvars[0]).shape)
+        if (place := parts_place(kind, shaped(eqn.invars[0]).shape, result)) is None:
             return None
-        whole = list(result)
+        (found, parts), whole = place, list(result)
         whole[found] *= self.count
         like = [_variable(eqn.outvars[0].aval.update(shape=tuple(whole)))]
-        (made,) = self._made(eqn, [kind], params={**eqn.params, "new_sizes": tuple(whole)}, like=like)
-        return Rows(made, found, parts) if parts > 1 or found > d else None
+        (made,) = self.made(eqn, [kind], params={**eqn.params, "new_sizes": tuple(whole)}, like=like)
+        return Rows(made, found, parts) if parts > 1 or found > kind.dimension else None
 
     def _operands(self, kinds: Sequence[Kind], dimensions: Sequence[int | None]) -> list[Kind] | None:
         """Return operands with their rows in these dimensions; None where some have them elsewhere."""
@@ -455,7 +467,7 @@ class _Chunks:
             return None
         if any(d is not None and v.aval.shape[d] % among for v, d in zip(like, results, strict=True)):
             return None
-        made = self._made(eqn, kinds, params=params, like=like)
+        made = self.made(eqn, kinds, params=params, like=like)
         both = zip(made, results, strict=True)
         return [Sum(v) if d is None else Rows(v, d, max(parts)) for v, d in both]
 
@@ -470,19 +482,9 @@ class _Chunks:
 
     def _linear(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
-        name = eqn.primitive.name
-        types = [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
-        if name in BILINEAR:
-            able = sum(isinstance(kind, Sum) for kind in kinds) == 1
-            able = able and (name != "div" or (isinstance(kinds[0], Sum) and _are(jnp.inexact, types)))
-        elif name == "convert_element_type":
-            able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
-        else:
-            able = name in LINEAR
-        linear = range(len(kinds))[LINEAR.get(name, slice(0, 0))]
-        others = (kind for i, kind in enumerate(kinds) if i not in linear)
-        if not able or (name in LINEAR and any(isinstance(kind, Sum) for kind in others)):
-            raise OtherLoopError  # a place, or what selects, is no sum
+        linear = linear_in(eqn, [isinstance(kind, Sum) for kind in kinds])
+        if linear is None:
+            raise OtherLoopError
         return [self._sum(kind) if i in linear else kind for i, kind in enumerate(kinds)]
 
     def _sum(self, kind: Kind) -> Sum:
@@ -514,9 +516,7 @@ class _Chunks:
             changed = False
             for i, (kind, result) in enumerate(zip(given[consts:first], made, strict=False), consts):
                 if place_of(kind) != place_of(result):
-                    if not isinstance(kind, Whole):
-                        raise OtherLoopError
-                    if not isinstance(result, (Rows, Sum)):
+                    if not isinstance(kind, Whole) or not isinstance(result, (Rows, Sum)):
                         raise OtherLoopError
                     kinds[i], changed = self._as_wanted(kinds[i], getattr(result, "dimension", None)), True
             if not changed:
@@ -530,18 +530,14 @@ class _Chunks:
         return made
 
     def _inside(self, kind: Kind, scanned: bool) -> Kind:
-        if isinstance(kind, (Whole, Sum, Rows)):
-            if isinstance(kind, Rows) and kind.once:
-                raise OtherLoopError
-            aval = kind.atom.aval
-            if isinstance(kind, Rows) and scanned and kind.dimension == 0:
-                raise OtherLoopError
-            shape = aval.shape[1:] if scanned else aval.shape
-            v = _variable(aval.update(shape=shape, weak_type=False) if scanned else aval)
-            return kind._replace(
-                atom=v, **({"dimension": kind.dimension - scanned} if isinstance(kind, Rows) else {})
-            )
-        raise OtherLoopError
+        is_rows = isinstance(kind, Rows)
+        if not is_rows and not isinstance(kind, (Whole, Sum)):
+            raise OtherLoopError
+        if is_rows and (kind.once or (scanned and kind.dimension == 0)):
+            raise OtherLoopError
+        aval = kind.atom.aval
+        v = _variable(aval.update(shape=aval.shape[1:], weak_type=False) if scanned else aval)
+        return kind._replace(atom=v, **({"dimension": kind.dimension - scanned} if is_rows else {}))
 
     def _as_wanted(self, kind: Kind, dimension: int | None, scanned: bool = False) -> Kind:
         if dimension is None:
@@ -552,15 +548,23 @@ class _Chunks:
         return found
 
     def _is_zero(self, kind: Whole) -> bool:
-        if _compat.is_literal(kind.atom):
-            return not np.any(np.asarray(kind.atom.val))
         if kind.atom in self.known:
             return self.places.is_all(self.known[kind.atom], 0)
-        if kind.atom not in self.maker:
-            return False
-        eqn, _, kinds = self.maker[kind.atom]
-        named = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape")
-        return named and len(kinds) == 1 and isinstance(kinds[0], Whole) and self._is_zero(kinds[0])
+        return self.filled(kind) == 0
+
+    def filled(self, kind: Kind) -> float | None:
+        """Return the number that all entries of a value are, None where that is not known."""
+        if not isinstance(kind, Whole):
+            return None
+        if _compat.is_literal(kind.atom):
+            return None if np.shape(kind.atom.val) else kind.atom.val
+        eqn, _, kinds = self.maker.get(kind.atom, (None, 0, []))
+        named = eqn is not None and eqn.primitive.name in (
+            "broadcast_in_dim",
+            "convert_element_type",
+            "reshape",
+        )
+        return self.filled(kinds[0]) if named and len(kinds) == 1 else None
 
     def _looped(
         self,
@@ -579,7 +583,7 @@ class _Chunks:
         for i, (kind, v) in enumerate(zip(made, eqn.outvars, strict=True)):
             shape = kind.atom.aval.shape  # pyright: ignore
             like.append(_variable(v.aval.update(shape=shape if i < carries else (length, *shape))))
-        outvars = self._made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
+        outvars = self.made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
         for i, (kind, v) in enumerate(zip(made, outvars, strict=True)):
             d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, Rows) else {}
             found.append(kind._replace(atom=v, **d))
@@ -593,7 +597,3 @@ def _variable(aval: AbstractValue) -> jex.Var:
 
 _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 """Parameters with the size of each dimension."""
-
-
-def _are(kind: Any, types: Sequence[DType]) -> bool:
-    return all(jnp.issubdtype(each, kind) for each in types)

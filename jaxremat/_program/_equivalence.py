@@ -21,7 +21,7 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
-from ._chunk_kinds import AllRows, Places, all_rows
+from ._chunk_kinds import AllRows, Inside, Places, all_rows
 from ._chunk_loops import of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
@@ -311,6 +311,11 @@ class _Numbers:
             self._is_all,
             self._reaches,
             symbol,
+            self._of_all,
+            self._places,
+            self._inside_of,
+            self._is_known,
+            self._sizes,
         )
         found = of_all_rows(eqn, given, known, places) if len(known) == len(scanned) else None
         if found is None and any(map(is_in_chunks, inner_eqns(eqn))):
@@ -360,6 +365,53 @@ class _Numbers:
             return None
         along = [d for d, step in enumerate(index.key[0]) if step]
         return (along[0], least.key[1]) if len(along) == 1 and index.key[0][along[0]] == 1 else None
+
+    def _places(self, value: int) -> Affine | None:
+        """Return where a column of indices that counts begins."""
+        node = self.values.nodes[value]
+        return (
+            node.key[1]
+            if node.op == "Grid" and node.key[0][:1] == (1,) and node.type[0][1:] == (1,)
+            else None
+        )
+
+    def _inside_of(self, value: int) -> Inside | None:
+        """Return what a mask is of indices that count; None of others."""
+        node = self.values.nodes[value]
+        if node.op == "and":
+            first, second = (self._inside_of(a) for a in node.operands)
+            if first is None or second is None or first[:2] != second[:2] or second.least is not None:
+                return None
+            return second._replace(least=first.least) if first.below is None else None
+        if node.op not in ("ge", "lt"):
+            return None
+        index, limit = (self.values.nodes[a] for a in node.operands)
+        if index.op != "Grid" or limit.op != "Grid" or any(limit.key[0]) or limit.key[1][0]:
+            return None
+        along = [d for d, step in enumerate(index.key[0]) if step]
+        if len(along) != 1 or index.key[0][along[0]] != 1:
+            return None
+        found = Inside(along[0], index.key[1])
+        number = limit.key[1][1]
+        return found._replace(least=number) if node.op == "ge" else found._replace(below=number)
+
+    def _is_known(self, eqn: jex.JaxprEqn, operands: list[int]) -> bool:
+        """Return whether there are such results already."""
+        mark = self.values.mark
+        found = self._of_all(eqn, operands)
+        self.forget(mark)
+        return all(a < mark[0] for a in found)
+
+    def _of_all(self, eqn: jex.JaxprEqn, operands: list[int]) -> Sequence[int]:
+        """Return the results outside of the innermost loop around."""
+        around, self.values.lengths = self.values.lengths, self.values.lengths[:-1]
+        found = self._results(eqn, operands)
+        self.values.lengths = around
+        return found
+
+    def _sizes(self) -> set[int]:
+        """Return the sizes of dimensions of all values."""
+        return {n for node in self.values.nodes for n in node.type[0]}
 
     def _is_all(self, value: int, number: int) -> bool:
         node = self.values.nodes[value]

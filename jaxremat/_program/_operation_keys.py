@@ -23,6 +23,7 @@ KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "iota": lambda params: params["dimension"],
     "max_pool_gradient": _window,
     "max_pool_places": lambda params: (*_window(params), params["largest"]),
+    "pad": lambda params: tuple(tuple(map(int, each)) for each in params["padding_config"]),
     "reshape": lambda params: None,
     "rev": lambda params: tuple(params["dimensions"]),
     "select_and_scatter_add": lambda params: (*_window(params), params["select_prim"].name == "ge"),

@@ -19,7 +19,8 @@ class LoopForm:
     - `levels`: as in `Plan.form`; empty for rows that stay together.
     - `source`: the user's line.
     - `rows`: whether this is a region of rows instead of a loop of the user's. `whole`: whether the region is most of
-      the step, in microbatches; `repeats`: whether some of it runs twice for that.
+      the step, in microbatches; `repeats`: whether some of it runs twice for that; `windowed`: whether parts of an
+      image's rows take the place of microbatches.
     - `inner`: whether it is a loop inside another loop that the backward pass runs again and that is planned from the
       inside; or, for microbatches, whether they are inside the iterations of a loop of the user's; or, for rows,
       whether these are of each microbatch.
@@ -39,11 +40,17 @@ class LoopForm:
     gradient: bool = True
     undone: bool = False
     repeats: bool = False
+    windowed: bool = False
 
     def __str__(self) -> str:
         if self.whole:
             twice = "; values that are compared across the batch are computed twice" if self.repeats else ""
-            parts_of = f"in {self.levels[0]} microbatches, with accumulated gradients"
+            into = (
+                "parts of an image's rows, each with the rows around it,"
+                if self.windowed
+                else "microbatches,"
+            )
+            parts_of = f"in {self.levels[0]} {into} with accumulated gradients"
             return f"{'an iteration' if self.inner else 'the step'}: {parts_of}{twice}"
         where = f" at {self.source}" if self.source else ""
         if self.attention:
@@ -82,8 +89,8 @@ def loop_forms(
     lengths: Sequence[int],
     form: Variant,
     sources: Sequence[str],
-    rows: Sequence[tuple[int, str, bool, bool, bool]] = (),
-    rows_inside: Sequence[tuple[int, str, bool, bool, bool]] = (),
+    rows: Sequence[tuple[int, str, bool, bool, bool, bool]] = (),
+    rows_inside: Sequence[tuple[int, str, bool, bool, bool, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
     attention: Sequence[tuple[str, bool, bool]] = (),
     chain: str = "",
@@ -93,10 +100,11 @@ def loop_forms(
     device.
 
     **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, whether some
-    of it is done twice then, and whether it is within a loop; `rows_inside` the same of the program in microbatches;
-    `inner` the lengths of inner loops that are inlined, and the user's lines; `attention` the user's line of each that
-    is done without its matrix of scores, whether in kernels, and whether its gradient is; `chain` the user's line of
-    the first undone block; `devices` how many the compiler divides the step among.
+    of it is done twice then, whether it is within a loop, and whether rows are read around those of a chunk;
+    `rows_inside` the same of the program in microbatches; `inner` the lengths of inner loops that are inlined, and the
+    user's lines; `attention` the user's line of each that is done without its matrix of scores, whether in kernels, and
+    whether its gradient is; `chain` the user's line of the first undone block; `devices` how many the compiler divides
+    the step among.
     """
     levels, chunks, undone = form.settings(LOOP), form.settings(ROWS), form.settings(REVERSED)
     inside, none = form.settings(INSIDE), tuple[int, ...]()
@@ -114,13 +122,14 @@ def loop_forms(
             whole=whole,
             repeats=repeats,
             inner=whole and inside,
+            windowed=windowed,
         )
-        for i, (length, source, whole, repeats, inside) in enumerate(rows)
+        for i, (length, source, whole, repeats, inside, windowed) in enumerate(rows)
         if i in chunks or (not whole and devices > 1)
     ]
     regions += [
         LoopForm(length, inside[i], source, rows=True, repeats=repeats, inner=in_loop)
-        for i, (length, source, _, repeats, in_loop) in enumerate(rows_inside)
+        for i, (length, source, _, repeats, in_loop, _) in enumerate(rows_inside)
         if i in inside
     ]
     attending = [

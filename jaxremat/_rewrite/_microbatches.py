@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_backward, is_contraction
+from .._program._windows import has_window
 from ._program_readers import Readers
 from ._region_loops import loops_of
 from ._row_regions import Grower, Region, largest, region_of
@@ -28,6 +29,12 @@ DIMENSIONS = 3
 LARGE = 1 / 8
 """Another component is looked for while a value that is in none has this share of the largest that is in one, ..."""
 
+FEW = 4
+"""Where there are fewer microbatches than so many, or none, rows of images are looked at, with rows around them, ..."""
+
+MANY_TIMES = 8
+"""... and taken where they allow so many times as many parts: two images of thousands of rows."""
+
 COMPONENTS = 4
 """... and there are no more. Towers of a contrastive loss are tied together by what mixes examples alone."""
 
@@ -42,19 +49,27 @@ def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:
     if not any(is_backward(program.eqns[i]) for i in own):
         return ()
     region = most_of(program, own, whole=True)
+    most = region.choices[-1] if region is not None else 1
+    if most < FEW and any(has_window(program.eqns[i]) for i in own):
+        rows = most_of(program, own, whole=True, windowed=True)
+        if rows is not None and (region is None or rows.choices[-1] >= MANY_TIMES * most):
+            region = rows
     return () if region is None else (region,)
 
 
-def most_of(program: Readers, own: Collection[int], *, whole: bool = False) -> Region | None:
+def most_of(
+    program: Readers, own: Collection[int], *, whole: bool = False, windowed: bool = False
+) -> Region | None:
     """Return the region that is most of some equations; None where there is none.
 
-    **Arguments:** `whole` as of `Region`.
+    **Arguments:** `whole` as of `Region`; `windowed` whether rows may be read around a chunk's own.
     """
     products = sum(is_contraction(program.eqns[i]) for i in own)
     enough = LEAST_SHARE * products
     others = {*program.alive}.difference(own)
     grown: list[Grower] = []
-    while len(grown) < COMPONENTS and (best := _most_grown(program, enough, grown, others)) is not None:
+    most = 1 if windowed else COMPONENTS
+    while len(grown) < most and (best := _most_grown(program, enough, grown, others, windowed)) is not None:
         grown.append(best)
     if sum(each.products for each in grown) < enough:
         return None
@@ -64,12 +79,13 @@ def most_of(program: Readers, own: Collection[int], *, whole: bool = False) -> R
 
 
 def _most_grown(
-    program: Readers, enough: float, others: Sequence[Grower], outside: Collection[int]
+    program: Readers, enough: float, others: Sequence[Grower], outside: Collection[int], windowed: bool
 ) -> Grower | None:
     """Return the component with the most products about one of the largest values of no other; None if that has none,
     or where none is large.
 
-    **Arguments:** `enough` products: no better one is looked for then; `outside` equations that are in none.
+    **Arguments:** `enough` products: no better one is looked for then; `outside` equations that are in none; `windowed`
+    as of `most_of`.
     """
     taken = {i for each in others for i in each.rules}.union(outside)
     least = max((each.largest_nbytes for each in others), default=0) * LARGE
@@ -78,7 +94,9 @@ def _most_grown(
         for dimension in range(min(len(v.aval.shape), DIMENSIONS)):
             if aval_nbytes(v.aval) < least or (best is not None and best.products >= enough):
                 return best
-            grower = Grower(program, taken, scans=True)
+            if windowed and v.aval.shape[dimension] == 1:
+                continue
+            grower = Grower(program, taken, scans=True, windowed=windowed)
             if grower.grow(v, dimension) and grower.products > (best.products if best is not None else 0):
                 best = grower
     return best

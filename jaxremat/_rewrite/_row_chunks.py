@@ -41,6 +41,8 @@ from .._program._primitives import (
 )
 from .._program._splice import inlined, typed
 from ._flat_program import FlatProgram, alive, with_eqns
+from ._halos import NONE as NO_HALO
+from ._halos import Halos
 from ._loop_closing import without_unread
 from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
@@ -131,6 +133,11 @@ class _Chunks:
             both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
             self.dimension.update((a, d) for a, d in both if not _compat.is_literal(a))
             self.adder.update((v, i) for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
+        self.halos = None
+        if region.windowed:
+            self.halos = Halos(
+                program.eqns, region.rules, self.rules, self.leaves, self.dimension, self.parts
+            )
         # A sum that is scattered goes on in the array that it starts with.
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
@@ -275,16 +282,22 @@ class _Chunks:
             return jex.jaxpr_as_fun(body)(i, *state, *parted), None
 
         state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
-        return [
-            _in_shape(a.astype(shaped(v).dtype), shaped(v).shape)
-            for a, v in zip(state, self.leaves, strict=True)
-        ]
+        return [self._whole(a.astype(shaped(v).dtype), v) for a, v in zip(state, self.leaves, strict=True)]
+
+    def _whole(self, a: jax.Array, v: jex.Var) -> jax.Array:
+        """Return a result without the rows of the last part that it does not have."""
+        d = self.dimension[v]
+        if self.halos is not None and d is not None:
+            return lax.slice_in_dim(a, 0, shaped(v).shape[d], axis=d) if self.halos.is_ragged(v) else a
+        return _in_shape(a, shaped(v).shape)
 
     def _laid(self, v: jex.Var) -> tuple[int, ...]:
         """Return the shape of all rows of a value, the parts that lie on devices of their own in a dimension of
         theirs: so each device has its rows of every chunk.
         """
         d, parts = self.dimension.get(v), self.region.parts
+        if self.halos is not None and d is not None and v in self.leaves:
+            return self.halos.laid(v)
         if d is None or parts == 1:
             return tuple(shaped(v).shape)
         return (*shaped(v).shape[:d], parts, shaped(v).shape[d] // parts, *shaped(v).shape[d + 1 :])
@@ -344,9 +357,13 @@ class _Chunks:
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             if rule.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            if rule.summed and not self._joins(eqn.outvars[0]) and self.parts.again(self.parts.rows):
-                self._mask(eqns, eqn, rule, invars, index)
-            params = rule.in_chunk(eqn, self.parts)
+            if self.halos is not None:
+                neutral = -1 if self._joins(eqn.outvars[0]) is lax.and_p else 0
+                params = self.halos.around(eqns, env, eqn, rule, invars, index, neutral)
+            else:
+                params = rule.in_chunk(eqn, self.parts)
+                if rule.summed and not self._joins(eqn.outvars[0]) and self.parts.again(self.parts.rows):
+                    self._mask(eqns, eqn, rule, invars, index)
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
                 for v, d in zip(eqn.outvars, rule.results, strict=True)
@@ -362,7 +379,7 @@ class _Chunks:
         if dimension is None:
             return v.aval.update(dtype=params.get("preferred_element_type") or shaped(v).dtype)
         shape = list(shaped(v).shape)
-        shape[dimension] = self.parts.of(shape[dimension])
+        shape[dimension] = self.parts.of(shape[dimension]) if self.halos is None else self.halos.rows(v)
         return v.aval.update(shape=tuple(shape))
 
     def _part(
@@ -370,11 +387,12 @@ class _Chunks:
     ) -> jex.Var:
         """Return the rows of this chunk."""
         along = self._along(dimension)
+        shape = self._aval(like, dimension, {}).shape
         size = self.parts.of(shaped(operand).shape[along])
-        shape = list(shaped(like).shape)
-        shape[dimension] = self.parts.of(shape[dimension])
 
         def part(whole: jax.Array, i: jax.Array) -> jax.Array:
+            if self.halos is not None:
+                return self.halos.read(whole, i, like)
             return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
 
         return append(eqns, part, (operand, index), self._reader(like))
@@ -414,15 +432,20 @@ class _Chunks:
         ):  # each chunk makes the same, as of a loop's counter
             return made
 
+        maker = self.program.eqns[self.program.maker[v]]
+        # Zeros are where the last part has rows that there are not.
+        if self.halos is not None and d is not None:
+            made = self.halos.slab(eqns, {v: made}, v, NO_HALO, 0, index, maker)
+
         def written(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
             if d is None:
                 return (self._joins(v) or lax.add_p).bind(whole, part.astype(whole.dtype))
             along = self._along(d)
-            size = self.parts.of(whole.shape[along])
+            size = self.parts.of(whole.shape[along]) if self.halos is None else self.halos.step(v)
             rows = _in_shape(part, (*whole.shape[:along], size, *whole.shape[along + 1 :]))
             return lax.dynamic_update_slice_in_dim(whole, rows, i * size, along)
 
-        return append(eqns, written, (so_far, made, index), self.program.eqns[self.program.maker[v]])
+        return append(eqns, written, (so_far, made, index), maker)
 
     def _along(self, dimension: int) -> int:
         """Return the dimension of a part's rows."""

@@ -38,6 +38,8 @@ from .._program._axes import (
 from .._program._compat import shaped
 from .._program._flops import alone_seconds, aval_nbytes, eqn_flops
 from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
+from .._program._windows import WindowRule, windows
+from ._halos import in_parts
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, loops_of, owners, schedule
 from ._row_scans import Around, ScanBatchingRule, ways
@@ -104,7 +106,8 @@ class Region:
     of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
     these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
     program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has;
-    `uneven` whether chunks may do some rows twice.
+    `uneven` whether chunks may do some rows twice; `windowed` whether equations read rows around their own, see
+    `_halos`, and the `halos` of equations: how much of all rows each chunk does besides its own.
     """
 
     loops: tuple[Loop, ...]
@@ -122,6 +125,8 @@ class Region:
     loop: int = -1
     trips: int = 1
     uneven: bool = False
+    windowed: bool = False
+    halos: tuple[tuple[Any, float], ...] = ()
 
     @cached_property
     def rules(self) -> Loop:
@@ -133,6 +138,7 @@ class Region:
 
         **Arguments:** `share` of what is the same for all rows that a device has.
         """
+        parts = 0 if self.windowed and parts > 1 else parts
         return replace(
             self,
             parts=parts,
@@ -172,6 +178,7 @@ class Region:
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
         again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
         repeated = math.fsum(alone_seconds(device, eqn) for eqn in self.repeated if is_fusion_root(eqn))
+        repeated += chunks * math.fsum(share * alone_seconds(device, eqn) for eqn, share in self.halos)
         return self.trips * (nbytes / device.bandwidth + (chunks - 1) * again + repeated)
 
     def named(self, index: Mapping[int, int]) -> "Region":
@@ -295,6 +302,10 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
                     dimension[a] = d if dimension.get(a) is None else dimension[a]
                     sizes.add(shaped(a).shape[d] if d is not None else 0)
     first = owners(loops)
+    windowed = any(isinstance(rule, WindowRule) for loop in loops for rule in loop.values())
+    around = in_parts(program, loops) if windowed else None
+    if windowed and around is None:
+        return None
     made = {v for i in first for v in eqns[i].outvars}
     leaves = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
     inner = made - leaves
@@ -305,7 +316,7 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
     most = max(first, key=lambda i: max(aval_nbytes(v.aval) for v in eqns[i].outvars))
     return Region(
         loops=tuple(loops),
-        rows=gcd(*sizes),
+        rows=gcd(*sizes) if around is None else around[0],
         inner_nbytes=inner_nbytes,
         left_nbytes=sum(aval_nbytes(a.aval) for a in leaves if dimension[a] is not None),
         sum_nbytes=sum(aval_nbytes(a.aval) for a in leaves if dimension[a] is None),
@@ -314,7 +325,9 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
         source=_compat.user_line(eqns[most]),
         whole=whole,
         loop=program.scopes[most],
-        uneven=_may_repeat(program, loops),
+        uneven=_may_repeat(program, loops) or windowed,
+        windowed=windowed,
+        halos=around[1] if around else (),
         repeated=tuple(
             eqns[i] for number, loop in enumerate(loops) for i in loop if first.get(i, number) != number
         ),
@@ -334,7 +347,7 @@ class Grower:
     `sums` over rows, and the number of `products`.
 
     **Arguments:** `taken` the equations of other regions; `above` the size of what it must not hand on; `most_products`
-    that it may have; `scans` whether scans may be among them.
+    that it may have; `scans` whether scans may be among them, `windowed` whether what reads rows around its own.
     """
 
     def __init__(
@@ -345,8 +358,9 @@ class Grower:
         most_products: float = math.inf,
         *,
         scans: bool = False,
+        windowed: bool = False,
     ):
-        self.scans = scans
+        self.scans, self.windowed = scans, windowed
         self.program, self.taken, self.above, self.most_products = program, taken, above, most_products
         made = sum(aval_nbytes(v.aval) for i in program.alive for v in program.eqns[i].outvars)
         self.few_nbytes = FEW * made
@@ -499,6 +513,8 @@ class Grower:
         if is_draw(eqn) or (eqn.primitive.name == "scan" and not self.scans):
             return ()
         eqns, maker = self.program.eqns, self.program.maker
+        if self.windowed:
+            return (*rules(eqn), *windows(eqn))
         later = self.program.differentiable
         return ways(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None, later))
 

@@ -201,14 +201,14 @@ class Traced:
         return regions_inside(self.merged.program.anew(pairs=pair_forms(task)), task)
 
     @property
-    def rows(self) -> list[tuple[int, str, bool, bool, bool]]:
+    def rows(self) -> list[tuple[int, str, bool, bool, bool, bool]]:
         """Of each region how many rows there are, the user's line, whether it is most of the step, whether some of it
         is done twice in chunks, and whether it is within a loop.
         """
         return [_told(region) for region in self.sites.regions]
 
     @property
-    def rows_inside(self) -> list[tuple[int, str, bool, bool, bool]]:
+    def rows_inside(self) -> list[tuple[int, str, bool, bool, bool, bool]]:
         """The same of regions of the program that is in microbatches, where some are in chunks."""
         return list(map(_told, self.regions_inside(self.form))) if self.form.settings(INSIDE) else []
 
@@ -321,8 +321,9 @@ def in_form(source: Source, merged: Merged, form: Variant) -> Traced:
     )
 
 
-def _told(region: Region) -> tuple[int, str, bool, bool, bool]:
-    return region.rows, region.source, region.whole, bool(region.repeated), region.loop >= 0
+def _told(region: Region) -> tuple[int, str, bool, bool, bool, bool]:
+    of = region.whole, bool(region.repeated), region.loop >= 0, region.windowed
+    return region.rows, region.source, *of
 
 
 def _inlined(source: Source) -> Traced:

@@ -220,16 +220,21 @@ def test_what_becomes_of_a_loop_in_words(levels: tuple[int, ...], said: str) -> 
 
 
 def test_rows_that_would_be_in_chunks_on_one_device_are_named_on_several() -> None:
-    rows = [(4096, "Model.py:40 (head)", False, False, False)]
+    rows = [(4096, "Model.py:40 (head)", False, False, False, False)]
     (form,) = loop_forms((9,), PLAIN, ("",), rows, devices=8)
     assert str(form) == "rows at Model.py:40 (head): not in chunks, because they are on several devices"
     assert loop_forms((9,), PLAIN, ("",), rows) == ()
 
 
 def test_microbatches_say_what_they_are_of() -> None:
-    rows = [(64, "Model.py:40 (head)", True, False, True)]
+    rows = [(64, "Model.py:40 (head)", True, False, True, False)]
     (form,) = loop_forms((), of_chunks(4), (), rows)
     assert str(form).startswith("an iteration: in 4 microbatches")
+
+
+def test_parts_of_images_say_that_they_have_rows_around() -> None:
+    (form,) = loop_forms((), of_chunks(4), (), [(64, "Model.py:40 (net)", True, False, False, True)])
+    assert str(form).startswith("the step: in 4 parts of an image's rows, each with the rows around it")
 
 
 def test_where_something_is_required_the_others_are_left_out() -> None:

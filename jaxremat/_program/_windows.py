@@ -1,0 +1,155 @@
+"""Equation -> the axes along which a row of its result is made of a window of rows of its operand.
+
+A convolution over an image reads, for each row of its result, a few rows around it: with those that are around a part,
+its *halo*, each part of the rows is independent. In rows of the operand, once these are spread out by the dilation, the
+window of row `r` begins at `r * stride - padding`, and ends so much later as it extends. Rows outside of the operand
+count as a number, as zeros that pad it.
+
+Invariant: a part with its halo, in which rows outside of the operand are that number, gives that part of the result.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from ._axes import BatchingRule, Parts
+from ._compat import DType, is_literal, shaped
+
+Halo = tuple[int, int]
+"""So many rows before a part, and behind it."""
+
+_EXTREMES = {"reduce_window_max": "min", "reduce_window_min": "max"}
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRule(BatchingRule):
+    """An axis in which windows are.
+
+    **Fields:** `stride`, `padding`, `extent` and `dilation` of the first operand, see above; `fill` the number outside
+    of it, None where that is not read; `at` the parameter of the padding and its index there. Where results are sums
+    over the axis, its rows are those of the second operand.
+    """
+
+    stride: int = 1
+    padding: int = 0
+    extent: int = 0
+    dilation: int = 1
+    fill: Any = None
+    at: tuple[str, int] = ("padding", 0)
+
+    def halo(self, result: Halo) -> tuple[Halo, Halo]:
+        """Return the halo of the operand for that of the result, and the padding of a part that begins and ends with
+        rows that are read.
+        """
+        before, behind = result
+        first = before * self.stride + self.padding
+        last = (behind - 1) * self.stride - self.padding + self.extent
+        return (first // self.dilation, last // self.dilation + 1), (
+            first % self.dilation,
+            last % self.dilation,
+        )
+
+    def padded(self, eqn: jex.JaxprEqn, low: int, high: int, rows: int) -> dict[str, Any]:
+        """Return the equation's parameters for an operand of so many rows with another padding."""
+        name, index = self.at
+        if name == "start_indices":
+            return {
+                **eqn.params,
+                name: _replaced(eqn.params[name], index, -low),
+                "limit_indices": _replaced(eqn.params["limit_indices"], index, rows + high),
+            }
+        more = eqn.params[name][index][2:]
+        return {**eqn.params, name: _replaced(eqn.params[name], index, (low, high, *more))}
+
+    def pads_gaps(self, eqn: jex.JaxprEqn) -> bool:
+        """Return whether an equation pads no further than to where the next row could be."""
+        name, index = self.at
+        return all(0 <= n < self.dilation for n in eqn.params[name][index][:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Slab(Parts):
+    """A part with its halo. **Fields:** all of its `rows`."""
+
+    def of(self, size: int) -> int:
+        del size
+        return self.rows
+
+
+def has_window(eqn: jex.JaxprEqn) -> bool:
+    """Return whether rows of an equation's result are made of several rows, for all that it is made for."""
+    return eqn.primitive.name == "conv_general_dilated" or eqn.primitive.name.startswith("reduce_window")
+
+
+def windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
+    """Yield the axes along which an equation has windows, and those in which they stand beside one another."""
+    name = eqn.primitive.name
+    if name == "conv_general_dilated":
+        yield from _convolution(eqn)
+    elif name in ("reduce_window_max", "reduce_window_min", "reduce_window_sum"):
+        yield from _reduction(eqn)
+    elif name == "select_and_scatter_add":
+        yield from _beside(eqn)
+    elif name == "pad" and is_literal(eqn.invars[1]) and eqn.invars[1].val == 0:
+        for d, (low, _, interior) in enumerate(eqn.params["padding_config"]):
+            at = ("padding_config", d)
+            yield WindowRule((d, None), (d,), padding=int(low), dilation=interior + 1, fill=0, at=at)
+    elif name == "slice":
+        strides = eqn.params["strides"] or (1,) * len(eqn.params["start_indices"])
+        for d, (start, stride) in enumerate(zip(eqn.params["start_indices"], strides, strict=True)):
+            yield WindowRule((d,), (d,), stride=stride, padding=-start, at=("start_indices", d))
+
+
+def _convolution(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
+    """Yield the positions, of the result, or of a window as large as the operand, as in the gradient of a kernel."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    spans = zip(
+        numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], params["window_strides"],
+        params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True,
+    )  # fmt: skip
+    kernel, result = (shaped(a).shape for a in (eqn.invars[1], eqn.outvars[0]))
+    for i, (a, b, c, stride, (low, _), dilation, spread) in enumerate(spans):
+        around = WindowRule((a, None), (c,), padding=int(low), dilation=dilation, fill=0, at=("padding", i))
+        extent = (result[c] - 1) * stride
+        found = (
+            replace(around, stride=stride, extent=(kernel[b] - 1) * spread),
+            replace(around, operands=(a, b), results=(None,), summed=True, stride=spread, extent=extent),
+        )
+        yield from found if kernel[b] <= result[c] else found[::-1]
+
+
+def _reduction(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
+    params, dtype = eqn.params, shaped(eqn.invars[0]).dtype
+    fill = _extreme(dtype, _EXTREMES[eqn.primitive.name]) if eqn.primitive.name in _EXTREMES else 0
+    each = zip(
+        params["window_dimensions"], params["window_strides"], params["padding"], params["base_dilation"],
+        params["window_dilation"], strict=True,
+    )  # fmt: skip
+    for d, (size, stride, (low, _), dilation, spread) in enumerate(each):
+        yield WindowRule(
+            (d,), (d,), stride=int(stride), padding=int(low), extent=int((size - 1) * spread), dilation=int(dilation),
+            fill=fill, at=("padding", d),
+        )  # fmt: skip
+
+
+def _beside(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
+    """Yield where windows cover the operand, and none of it twice."""
+    source, operand = (shaped(a).shape for a in eqn.invars)
+    each = zip(*(eqn.params[n] for n in ("window_dimensions", "window_strides", "padding")), strict=True)
+    for d, (size, stride, padding) in enumerate(each):
+        if size == stride and tuple(padding) == (0, 0) and source[d] * size == operand[d]:
+            yield BatchingRule((d, d), (d,))
+
+
+def _extreme(dtype: DType, name: str) -> Any:
+    if np.issubdtype(dtype, np.integer):
+        return int(getattr(np.iinfo(dtype), name))
+    return -np.inf if name == "min" else np.inf
+
+
+def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:index], value, *values[index + 1 :])
