@@ -169,7 +169,7 @@ class Places:
         return tuple(name for each in others if each != self.names[self.key] for name in each)
 
 
-def ungathered(site: Site, makers: Mapping[Any, jex.JaxprEqn]) -> list[Atom]:
+def ungathered(site: Site, makers: Mapping[Atom, jex.JaxprEqn]) -> list[Atom]:
     """Return keys and values as they are before all of them are gathered, where the program says that they are.
 
     **Arguments:** `makers` the equations by their results.

@@ -39,7 +39,7 @@ class Ring:
         pattern = self.pattern
         like, sums, _ = results_of(pattern, values)
 
-        def turn(so_far: Any, i: jax.Array) -> tuple[Any, None]:
+        def turn(so_far: Sequence[jax.Array], i: jax.Array) -> tuple[Sequence[jax.Array], None]:
             keys, values, mean, most, total = so_far
             block = self._block(i)
             own = [self._leaf(a, axes, block) for a, axes in zip(leaves, pattern.leaves, strict=False)]
@@ -72,7 +72,7 @@ class Ring:
         mean = delta(pattern, result, cotangent)  # of all keys, which no part has
         rows = (*((result,) if kernels else ()), largest, total, cotangent)
 
-        def turn(so_far: Any, i: jax.Array) -> tuple[Any, None]:
+        def turn(so_far: Sequence[jax.Array], i: jax.Array) -> tuple[Sequence[jax.Array], None]:
             to_queries, *turning = so_far
             block = self._block(i)
             own = [self._leaf(a, axes, block) for a, axes in zip(leaves, pattern.leaves, strict=False)]

@@ -207,7 +207,7 @@ def halos(
     eqns: Sequence[jex.JaxprEqn],
     rules: Mapping[int, BatchingRule],
     leaves: Collection[jex.Var],
-    scale: Mapping[Any, int],
+    scale: Mapping[Atom, int],
 ) -> dict[Any, Halo]:
     """Return the halo of each value with the axis that a loop reads or makes.
 
@@ -227,7 +227,7 @@ def halos(
     return found
 
 
-def wanted(eqn: jex.JaxprEqn, rule: BatchingRule, k: int, halo: Halo, scale: Mapping[Any, int]) -> Halo:
+def wanted(eqn: jex.JaxprEqn, rule: BatchingRule, k: int, halo: Halo, scale: Mapping[Atom, int]) -> Halo:
     """Return the halo that an operand needs for one of the results."""
     if isinstance(rule, WindowRule) and k == 0:
         return rule.halo(halo)[0]
@@ -239,7 +239,7 @@ def wanted(eqn: jex.JaxprEqn, rule: BatchingRule, k: int, halo: Halo, scale: Map
     return before, behind
 
 
-def _whole_rows(halo: Halo, rule: BatchingRule, eqn: jex.JaxprEqn, scale: Mapping[Any, int]) -> Halo:
+def _whole_rows(halo: Halo, rule: BatchingRule, eqn: jex.JaxprEqn, scale: Mapping[Atom, int]) -> Halo:
     """Return a halo of as many rows that operands have whole rows for them."""
     if isinstance(rule, WindowRule):
         return halo
