@@ -176,6 +176,8 @@ def scales(eqns: Sequence[jex.JaxprEqn], rules: Mapping[int, BatchingRule]) -> d
     """Return how many rows values have for each of the coarsest, by variable; None where that is not one number."""
     found: dict[Any, Fraction] = {}
     waiting = [own for i, rule in rules.items() if (own := _ratios(eqns[i], rule))]
+    if any(0 in own.values() for own in waiting):  # values without rows
+        return None
     while waiting:
         left: list[dict[Any, Fraction]] = []
         for own in waiting:

@@ -156,6 +156,13 @@ def test_results_are_the_same(net: Callable[..., Any], rows: int, monkeypatch: p
         assert proof.difference(made) is None
 
 
+def test_values_without_rows_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(w: Sequence[Any], x: Any) -> Any:
+        return jnp.sin(conv(jnp.sin(conv(x, w[0]))[:, 32:], w[1]))
+
+    assert not regions_of(*step_of(empty, 32), monkeypatch)[1]
+
+
 def without_masks(halos: Any, eqns: Any, env: Any, v: Any, halo: Any, fill: Any, *others: Any) -> Any:
     del fill
     return SLAB(halos, eqns, env, v, halo, None, *others)
