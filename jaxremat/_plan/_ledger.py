@@ -5,7 +5,7 @@ Invariant: no answer is worse, by the model, than one that the solver gave befor
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -184,6 +184,11 @@ class CompiledCandidate:
         )
 
 
+def fastest(among: Iterable[CompiledCandidate]) -> CompiledCandidate | None:
+    """Return the one that takes least, of several the one that needs least; None of none."""
+    return min(among, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
+
+
 class NoProgramError(Exception):
     """No variant of a step could be emitted and compiled, which is a defect; not for the user to see."""
 
@@ -243,8 +248,7 @@ class Ledger:
 
     def best(self, budget: float) -> CompiledCandidate | None:
         """Return the cheapest that fits so far."""
-        fitting = [each for each in self.compiled if each.peak_nbytes <= budget]
-        return min(fitting, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
+        return fastest(each for each in self.compiled if each.peak_nbytes <= budget)
 
     def compile(self, graph: Graph, solution: Solution, fence: str = FINISHED) -> CompiledCandidate | None:
         """Compile a solution, and note the seconds of solving since the one before; None where no program came."""

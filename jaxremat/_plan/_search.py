@@ -33,7 +33,7 @@ from ._candidates import (
     cheapest,
     next_allowance,
 )
-from ._ledger import CompiledCandidate, Ledger
+from ._ledger import CompiledCandidate, Ledger, fastest
 
 HOPE = 1.25
 """A candidate that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's.
@@ -145,8 +145,7 @@ class Search:
         with self._interruptible(budget):
             self._approach(budget, rounds, 0)
         fitting = (each for each in self.ledger.compiled if each.peak_nbytes <= budget)
-        faster = (each for each in fitting if each.seconds < 0 and (each.compiled_overhead or 0.0) <= 0)
-        return min(faster, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
+        return fastest(each for each in fitting if each.seconds < 0 and (each.compiled_overhead or 0.0) <= 0)
 
     def lowest(self) -> CompiledCandidate:
         """Return the compiled schedule of least peak, however expensive. **Raises:** `NoProgramError`."""
@@ -306,10 +305,8 @@ class Search:
         """
         if turn != HOST or self.graph.host is None or not self.graph.host.sparing:
             return None
-        without = (
-            each for each in self.ledger.compiled if each.graph.host is None and each.peak_nbytes <= budget
-        )
-        best = min(without, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
+        without = (each for each in self.ledger.compiled if each.graph.host is None)
+        best = fastest(each for each in without if each.peak_nbytes <= budget)
         return best if self._affordable(best) else None
 
     def _next(self, budget: int, turn: int = EXACTLY) -> Candidate | None:

@@ -71,7 +71,7 @@ class WindowRule(BatchingRule):
 
 
 @dataclass(frozen=True, slots=True)
-class Slab(Parts):
+class PartWithHalo(Parts):
     """A part with its halo. **Fields:** all of its `rows`."""
 
     def of(self, size: int) -> int:

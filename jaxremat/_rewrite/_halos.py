@@ -28,12 +28,12 @@ from .._program import _compat
 from .._program._axes import BatchingRule, Parts
 from .._program._compat import Atom, shaped
 from .._program._primitives import is_fusion_root
-from .._program._windows import Halo, Slab, WindowRule
+from .._program._windows import Halo, PartWithHalo, WindowRule
 from ._loop_inlining import append
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners
 
-NONE: Halo = (0, 0)
+NO_HALO: Halo = (0, 0)
 
 
 class Halos:
@@ -64,7 +64,7 @@ class Halos:
 
     def rows(self, v: jex.Var) -> int:
         """Return how many rows of a value a part has, with its halo."""
-        return self.step(v) + sum(self.halo.get(v, NONE))
+        return self.step(v) + sum(self.halo.get(v, NO_HALO))
 
     def is_ragged(self, v: jex.Var) -> bool:
         """Return whether parts have more rows together than a value has."""
@@ -79,7 +79,7 @@ class Halos:
     def read(self, whole: jax.Array, i: jax.Array, v: jex.Var) -> jax.Array:
         """Return the rows of a part with its halo, any where the value has none."""
         axis, halo = self.dimension[v], self.halo[v]
-        if halo == NONE and not self.is_ragged(v):
+        if halo == NO_HALO and not self.is_ragged(v):
             return lax.dynamic_slice_in_dim(whole, i * self.step(v), self.step(v), axis)
         places = i * self.step(v) - halo[0] + lax.iota(jnp.int32, self.rows(v))
         others = tuple(d for d in range(whole.ndim) if d != axis)
@@ -102,7 +102,7 @@ class Halos:
         **Arguments:** `neutral` what its results are made of where there are no rows, if they are sums.
         """
         results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
-        halo = self.halo[results[0]] if results else NONE
+        halo = self.halo[results[0]] if results else NO_HALO
         for k, (a, d) in enumerate(zip(eqn.invars, rule.operands, strict=True)):
             if d is None or _compat.is_literal(a):
                 continue
@@ -111,7 +111,7 @@ class Halos:
                 fill = rule.fill
             own = wanted(eqn, rule, k, halo, self.scale)
             invars[k] = self.slab(eqns, env, a, own, fill, index, eqn)
-        params = rule.in_chunk(eqn, Slab(self.rows(results[0]), 1) if results else self.parts)
+        params = rule.in_chunk(eqn, PartWithHalo(self.rows(results[0]), 1) if results else self.parts)
         if isinstance(rule, WindowRule):
             rows = shaped(invars[0]).shape[self.dimension[eqn.invars[0]]]
             params = rule.padded(eqn.replace(params=params), *rule.halo(halo)[1], rows)
@@ -215,13 +215,13 @@ def halos(
 
     **Arguments:** `leaves` what it hands on.
     """
-    found: dict[Any, Halo] = dict.fromkeys(leaves, NONE)
+    found: dict[Any, Halo] = dict.fromkeys(leaves, NO_HALO)
     for i in reversed(list(rules)):
         rule = rules[i]
         results = [v for v, d in zip(eqns[i].outvars, rule.results, strict=True) if d is not None]
-        own = NONE
+        own = NO_HALO
         if results:
-            own = _whole_rows(_widest([found.get(v, NONE) for v in results]), rule, eqns[i], scale)
+            own = _whole_rows(_widest([found.get(v, NO_HALO) for v in results]), rule, eqns[i], scale)
         found.update(dict.fromkeys(results, own))
         for k, (a, d) in enumerate(zip(eqns[i].invars, rule.operands, strict=True)):
             if d is not None and not _compat.is_literal(a):
@@ -233,8 +233,8 @@ def wanted(eqn: jex.JaxprEqn, rule: BatchingRule, k: int, halo: Halo, scale: Map
     """Return the halo that an operand needs for one of the results."""
     if isinstance(rule, WindowRule) and k == 0:
         return rule.halo(halo)[0]
-    if rule.summed or halo == NONE:
-        return NONE
+    if rule.summed or halo == NO_HALO:
+        return NO_HALO
     results = zip(eqn.outvars, rule.results, strict=True)
     of = next(scale[v] for v, d in results if d is not None)
     before, behind = (rows * scale[eqn.invars[k]] // of for rows in halo)

@@ -41,8 +41,7 @@ from .._program._primitives import (
 )
 from .._program._splice import inlined, typed
 from ._flat_program import FlatProgram, alive, with_eqns
-from ._halos import NONE as NO_HALO
-from ._halos import Halos
+from ._halos import NO_HALO, Halos
 from ._loop_closing import without_unread
 from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
