@@ -252,7 +252,7 @@ HEADER = ("without", "plans", "most", "where", "mean", "prediction, most", "wher
 LEGEND = """\
 Plans at shares of the plain step's temporaries, with one mechanism switched off at a time, where it acted. The columns
 are the number of such plans; the extra time without the mechanism, in points of the step's time (by roofline); and the
-extra error of the first prediction of the peak, in points of the temporaries; each at most and on average.\
+extra error of the first prediction of the peak, in points of the temporaries; each as maximum and mean.\
 """
 
 

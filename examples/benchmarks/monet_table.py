@@ -56,9 +56,9 @@ MONET_COLUMNS: tuple[Column, ...] = (
     ("MONeT", figure("published", PERCENT)),
 )
 DEVICE_LEGEND = """\
-Everything here was measured on the device: *peak, allocator* (the most that was in use while the step ran), *beyond*
-(that less the device-less number: what `workspace_margin` is for), *step time* (medians of runs in turn, relative to
-the plain step's), *difference* (of all results from the plain step's); but *predicted* and *roofline* are modelled.\
+Measured on the device: *peak, allocator* (the most in use while the step ran), *beyond* (how much more this is than
+the figure compiled without the device: the reason for `workspace_margin`), *step time* (medians of alternating runs,
+relative to the plain step's), *difference* (of all results from the plain step's). Modelled: *predicted*, *roofline*.\
 """
 DEVICE_COLUMNS: tuple[Column, ...] = (
     ("peak, compiled", PEAK),
@@ -107,8 +107,8 @@ def monet_findings(members: Sequence[Record]) -> list[str]:
         above = [where for where, (ours, theirs) in pairs.items() if ours >= theirs]
         half = sum(theirs > 0 and ours <= theirs / 2 for ours, theirs in pairs.values())
         lines.append(
-            f"at P100's rates below MONeT's overhead at {len(pairs) - len(above)} of {len(pairs)} of its budgets, "
-            f"at most half of it at {half}; not below it: {listed(above)}"
+            f"at P100's rates, the overhead is below MONeT's for {len(pairs) - len(above)} of {len(pairs)} budgets, "
+            f"and at most half of MONeT's for {half}; not below: {listed(above)}"
         )
     beaten = [
         f"{record['subject']} {name}"
@@ -116,9 +116,12 @@ def monet_findings(members: Sequence[Record]) -> list[str]:
         for name in dominated(record, "roofline_seconds")
         if not name.startswith(KNAPSACK)
     ]
-    lines += [f"dominated in peak and roofline by a step by hand: {listed(beaten)}", *_against_block(members)]
+    lines += [
+        f"plans beaten by a step by hand in peak and roofline: {listed(beaten)}",
+        *_against_block(members),
+    ]
     lines += spread(
-        "points between predicted and roofline overhead:",
+        "difference between predicted and roofline overhead, in points:",
         made,
         "{:.1f}".format,
         lambda row: 100 * abs(row["predicted_overhead"] - row["roofline_overhead"]),
@@ -142,7 +145,7 @@ def _against_block(members: Sequence[Record]) -> list[str]:
     if shares or without:
         said = ", ".join(f"{subject} {share:.2f}" for subject, share in shares.items())
         lines.append(
-            f"at per-block's peak, of its overhead by roofline: {said or 'none'}"
+            f"at the peak of per-block rematerialisation, overhead as a multiple of its overhead: {said or 'none'}"
             + (f"; no plan: {', '.join(without)}" if without else "")
         )
     lines.append(f"least peak not below that of per-block rematerialisation: {', '.join(above) or 'none'}")
@@ -165,9 +168,8 @@ def _against_knapsack(members: Sequence[Record]) -> list[str]:
     if not cheaper + dearer + unfit:
         return []
     return [
-        f"against the knapsack at the same budget: no more expensive at {cheaper}, more expensive at {dearer}; "
-        f"the knapsack has "
-        f"nothing that fits at {unfit} more"
+        f"compared with the knapsack at the same budget: cheaper or equal for {cheaper} plans, more expensive for "
+        f"{dearer}; for {unfit} others, nothing that the knapsack chooses fits"
     ]
 
 
@@ -194,7 +196,7 @@ def _kernels(name: str, kinds: dict[str, Record]) -> str:
         times = (f"{1e3 * seconds:.2f}" for seconds in both)
         lines.append((kind, str(row["kernels"]), *times, f"{both[0] / both[1]:.2f}"))
     table = grid(("kernels", "launched", "measured, ms", "roofline, ms", "ratio"), lines)
-    return f"The kernels of its step *{_label(name)}*, by JAX's profiler:\n\n{table}"
+    return f"Kernels of the step *{_label(name)}*, by JAX's profiler:\n\n{table}"
 
 
 def _label(name: str) -> str:

@@ -249,8 +249,8 @@ def _of_platform(record: Record) -> str:
 
 LEGEND = """\
 CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. *Other batch*: a process
-that plans nine tenths of the examples near that plan. *Sweep*: eight budgets, with all that they take. Rows marked
-*before* are of the version in which sweeps compiled each budget by itself, and other shapes needed the same chunks.\
+that plans nine tenths of the examples near that plan. *Sweep*: eight budgets in all. Rows marked *before*
+are of the version in which sweeps compiled each budget by itself, and other shapes needed the same chunks.\
 """
 
 NETWORKS = (DEMO, *NAMES, *KINDS, *VARIANTS)

@@ -62,8 +62,8 @@ def markdown(found: Sequence[Record]) -> str:
 TITLE = """\
 ### Reversible blocks
 
-Peaks by the compiler, overheads by rooflines of the compiled programs: plans of the least memory without
-`"reversible"`, with it, and with it within the memory of the first.\
+Peaks by the compiler, overheads by rooflines of the compiled programs. There are three plans: of least memory without
+`"reversible"`, of least memory with it, and with it within the memory of the first.\
 """
 
 BENCHMARK = Benchmark("reversible", __doc__, REVERSIBLE, rows, markdown, quick=REVERSIBLE)

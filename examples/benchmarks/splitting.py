@@ -92,8 +92,8 @@ def markdown(found: Sequence[Record]) -> str:
 TITLE = """\
 ### Work in parts
 
-Peaks by XLA's compiler for the CPU, of steps whose examples, points or pairs are done in parts: as people write
-it, and as planned. Operations are a multiple of the plain step's.\
+Peaks by XLA's compiler for the CPU, of steps that run in parts of their examples, points or pairs: by hand, and as
+planned. Operations are multiples of the plain step's.\
 """
 
 BENCHMARK = Benchmark("splitting", __doc__, DIVISIBLE, rows, markdown, quick=("clouds",))

@@ -27,7 +27,7 @@ Budgets are the plain step's arguments and outputs plus a share of its temporari
 and convolutions, or `nn.remat_scan` in place of `nn.scan` (two levels of loops of about equal length).
 
 - Compiled: *peak, compiled* (by buffer assignment).
-- Measured: *step time* (medians of runs in turn, relative to the plain step's); *solve* (seconds of all rounds);
+- Measured: *step time* (medians of alternating runs, relative to the plain step's); *solve* (seconds of all rounds);
   *difference* (the largest difference of a result after one step from the plain step's, relative to the largest
   entry of its array).
 - Counted in the compiled program: *extra FLOPs*.
@@ -174,7 +174,7 @@ def findings(steps: Sequence[Record]) -> list[str]:
         f"{len(found)} plans of {len(plans)} budgets"
         + (f", infeasible: {listed(plans.keys() - found.keys())}" if len(found) < len(plans) else ""),
         f"over budget: {listed(over)}",
-        f"dominated in peak and {called} by a step by hand: {listed(beaten)}",
+        f"plans beaten by a step by hand in peak and {called}: {listed(beaten)}",
         f"least peak above that of per-block rematerialisation: {listed(above)}",
     ]
     for what, text, measure in (
@@ -220,4 +220,4 @@ def spread(
         return []
     worst = max(values, key=lambda name: values[name])
     median = text(statistics.median(values.values()))
-    return [f"{what} {median} in the median, {text(values[worst])} at most ({worst})"]
+    return [f"{what} {median} (median), at most {text(values[worst])} ({worst})"]

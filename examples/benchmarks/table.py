@@ -51,33 +51,32 @@ LORA = """\
 ### Models of 8B and 70B on one GPU
 
 [`llama_lora`](examples/llama_lora.py) is plain JAX: Llama 3's sizes, 32 scanned layers, no kernels. These are the peaks
-that XLA's compiler reports for one H100, which has 79 GiB; nothing in this table was timed. Attention is as it is
-written in all but the planned steps, which compute it in kernels. With cuDNN's attention, `jax.checkpoint` needs
-less, but JAX does not compile that without cuDNN. Where both fit, as in the first row, the plan uses more of the
-budget and recomputes less. Where there is something in host memory, the plan may use that: the weights of the layers
-and Adam's moments come layer by layer.\
+that XLA's compiler reports for one H100, which has 79 GiB. Nothing in these tables was timed. Only the planned steps
+compute attention in kernels. With cuDNN's attention, `jax.checkpoint` needs less, but JAX cannot compile that without
+cuDNN. Where both fit, as with LoRA on 8,192 tokens, the plan uses more of the budget and recomputes less. Where the
+last column has a figure, the plan may use host memory: it copies weights and Adam's moments layer by layer.\
 """
 
 TIMED_ON_GPU = """\
 ### Timed on a GPU
 
-Extra time of a step against the plain step, measured, and in brackets as a roofline had estimated it.\
+Measured extra time of a step relative to the plain step. In brackets: the roofline's estimate.\
 """
 
 CERTIFIED = """\
 ### Memory, certified by the compiler
 
-Peaks of whole train steps, as XLA compiles them for the device. Budgets are the step's arguments and outputs plus a
-share of its temporaries.\
+Peaks of whole train steps, as reported by XLA's compiler for the device. A budget is the step's arguments and outputs
+plus a share of its temporaries.\
 """
 
 MODELLED = """\
 ### Time, modelled
 
 Extra time of the same plans, by a roofline of the compiled programs: nothing in this table was timed. Negative means
-estimated to be faster than the plain step. The large negative figures have a reason: XLA's unfused attention is
-replaced by kernels (at the rates measured on an H200), and the plain scan copies more values into stacks.
-A step that already has fused attention gains no time from that.\
+estimated to be faster than the plain step. Large negative figures have two causes. The plan replaces XLA's unfused
+attention by kernels, at the rates measured on an H200; a step that already has fused attention does not gain this.
+And the plain scan copies more values into stacks.\
 """
 
 
@@ -108,7 +107,7 @@ def overview(
     table = grid(head, map(_cells, full), 2)
     published = _published(monet)
     parts = [table, *filter(None, map(_timed, device))]
-    return "\n\n".join([*parts, f"MONeT's networks, {published}."] if published else parts)
+    return "\n\n".join([*parts, f"MONeT's networks: {published}."] if published else parts)
 
 
 def proof(
@@ -135,7 +134,7 @@ def proof(
         f"{TIMED_ON_GPU}\n\n{grid(head, timed, 2)}" if timed else "",
         f"{CERTIFIED}\n\n{grid((*where, 'plain', *rules), map(_peaks, few), 2)}" if few else "",
         f"{MODELLED}\n\n{grid((*where, *rules), map(_overheads, few), 2)}" if few else "",
-        f"Plans of MONeT's networks, modelled too: {published}." if published else "",
+        f"Plans of MONeT's networks, also modelled: {published}." if published else "",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -143,7 +142,7 @@ def proof(
 def _published(monet: Sequence[records.Record]) -> str:
     """Return how many of MONeT's budgets are met below MONeT's overhead, in words."""
     p100 = [record for record in monet if record["environment"]["platform"] == "p100"]
-    said = next((line for line in monet_findings(p100) if "below MONeT's" in line), "")
+    said = next((line for line in monet_findings(p100) if "MONeT's" in line), "")
     return said.partition("; ")[0]
 
 
@@ -173,7 +172,7 @@ STOPPED = {
     "1/2": "planned: half of the peak",
     "1/3": "a third",
     "block": COLUMNS["block"],
-    AT_BLOCK: "planned: the same peak as that",
+    AT_BLOCK: "planned: at that peak",
 }
 """The same rows, as columns of the README's table."""
 

@@ -30,7 +30,7 @@ def key_of(program: Program, args: Args, kwargs: Kwargs) -> Any:
             aval = type_of(leaf)
         except TypeError:
             raise ArgumentError(
-                f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), which is "
+                f"The argument {program.name_of(path)} is a {type(leaf).__name__} ({leaf!r:.60}), which is "
                 "not an array. Make it static with `static_argnums` or `static_argnames`, or close over it."
             ) from None
         types.append((aval, _place(leaf, device)))
@@ -89,6 +89,17 @@ def naming_static(
                     f"{tuple(written) if len(written) > 1 else written[0]!r})`."
                 )
         raise
+
+
+def naming_deleted(error: Exception, program: Program, args: Args, kwargs: Kwargs) -> None:
+    """Add to what XLA says of an argument that an earlier call has taken which one it is, and what to write."""
+    for path, leaf in jax.tree.leaves_with_path(program.dynamic(args, kwargs)):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            error.add_note(
+                f"The argument {program.name_of(path)} ({leaf.aval.str_short()}) is deleted: it was donated to an "
+                "earlier call. Pass that call's results, or leave the argument out of `donate_argnums`."
+            )
+            return
 
 
 class KeyLocks:

@@ -122,7 +122,9 @@ def checkpoint(
         )
     forms = parse_forms(allow, ROWS_ALONE)
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
-    program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
+    program = Program(
+        fn, as_tuple(static_argnums, "static_argnums"), as_tuple(static_argnames, "static_argnames")
+    )
     return Checkpointed(program, _Options(budget, emit, forms, prevent_cse, planning))
 
 
@@ -159,6 +161,7 @@ class Checkpointed:
         self._called: dict[Any, Function] = {}
         self._planned: dict[Any, _Planned] = {}
 
+    @_compat.api_boundary
     def __call__(self, *args: object, **kwargs: object) -> Any:
         _warn_of_options()
         function, leaves, key = self._function(args, kwargs)

@@ -1,6 +1,6 @@
 """Plain step, planned step, arguments -> how far their results are apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler._program import placed
+from .._program import _compat
 from .._program._compat import Args, Kwargs
 from .._runtime._errors import ArgumentError
 from ._nnx_objects import has_objects
@@ -19,6 +20,9 @@ Run = Callable[..., Any]
 ROUNDINGS = 8.0
 """What results may differ by, as a multiple of what the plain step's move by when its arguments move by their last bit:
 programs that add in another order differ that much."""
+
+ROWS = 20
+"""So many results are printed, those that differ most."""
 
 NOTHING = float(np.finfo(np.float32).eps) ** 2
 """Of the largest of all results, what is as good as nothing."""
@@ -79,11 +83,27 @@ class Comparison:
         )
         lines = [
             f"{leaf.relative:8.1e}  {leaf.path:<{width}}  {leaf.shape}{'' if leaf.agrees else '  differs'}"
-            for leaf in ordered
+            for leaf in ordered[:ROWS]
         ]
-        return "\n".join([first, *lines])
+        rest = [f"... and {len(ordered) - ROWS} more in `leaves`"] if len(ordered) > ROWS else []
+        return "\n".join([first, *lines, *rest, *follows_signs(self.leaves)])
 
 
+def follows_signs(leaves: Sequence[Leaf]) -> list[str]:
+    """Return what to say where results differ by whole changes in a step in which rounding alone does the same to
+    others: a sign flips in other entries of the planned step than in those of the plain one.
+    """
+    apart = [leaf for leaf in leaves if not leaf.agrees]
+    moved = sum(leaf.rounding >= leaf.scale > 0 for leaf in leaves)
+    if not apart or not moved or any(leaf.apart < leaf.scale for leaf in apart):
+        return []
+    return [
+        f"Rounding alone moves {moved} of {len(leaves)} results by as much as the step changes them, as where an "
+        "update follows the sign of a gradient. Judge by other results, such as the optimizer's moments."
+    ]
+
+
+@_compat.api_boundary
 def compare(step: Step, *args: object, rtol: float = 1e-3, **kwargs: object) -> Comparison:
     """Run a planned step and its plain step once each, and compare every array of their results.
 
@@ -100,6 +120,11 @@ def compare(step: Step, *args: object, rtol: float = 1e-3, **kwargs: object) -> 
     print(jaxremat.compare(train_step, params, opt_state, batch))
     ```
     """
+    if not isinstance(step, Step):
+        raise ArgumentError(
+            f"`compare` takes a step of `jaxremat.optimize`; it was given a {type(step).__name__}. Write "
+            "`compare(jaxremat.optimize(budget)(fn), *args)`."
+        )
     if has_objects(args, kwargs):
         raise ArgumentError(
             "`compare` runs a step twice on the same arguments, but each run changes NNX objects. Write the "

@@ -39,7 +39,7 @@ def handed_over(
             )
     merged = dict(options)
     for name, value in own.items():
-        given = as_tuple(options[name]) if name in _NUMBERED else options[name]
+        given = as_tuple(options[name], name) if name in _NUMBERED else options[name]
         if value and given and given != value:
             raise ArgumentError(
                 f"`optimize` was given `{name}={options[name]!r}`, and its function is jitted with "

@@ -32,7 +32,9 @@ def name_values(
     """
     if not callable(fn):
         raise ArgumentError(f"`name_values` takes a function; it was given a {type(fn).__name__}.")
-    program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
+    program = Program(
+        fn, as_tuple(static_argnums, "static_argnums"), as_tuple(static_argnames, "static_argnames")
+    )
 
     @functools.wraps(fn)
     def naming(*args: object, **kwargs: object) -> Any:

@@ -127,6 +127,7 @@ def optimize(
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40, lambda: (0, 1))  # what can never be read is refused where it is written
 
+    given = given_plan(plan)
     alike = None if like is False else tuple(filter(None, [given_plan(like)]))
     request = Request(
         None if budget is _UNSET else budget, planning, parse_pins(pins or {}), offload, forms, alike
@@ -143,15 +144,15 @@ def optimize(
         fn, of_jit = handed_over(fn, jitting)
         program = Program(
             fn=fn,
-            static_argnums=as_tuple(of_jit["static_argnums"]),
-            static_argnames=as_tuple(of_jit["static_argnames"]),
-            donate_argnums=as_tuple(of_jit["donate_argnums"]),
-            donate_argnames=as_tuple(of_jit["donate_argnames"]),
+            static_argnums=as_tuple(of_jit["static_argnums"], "static_argnums"),
+            static_argnames=as_tuple(of_jit["static_argnames"], "static_argnames"),
+            donate_argnums=as_tuple(of_jit["donate_argnums"], "donate_argnums"),
+            donate_argnames=as_tuple(of_jit["donate_argnames"], "donate_argnames"),
             in_shardings=of_jit["in_shardings"],
             out_shardings=of_jit["out_shardings"],
             compiler_options=tuple(sorted((of_jit["compiler_options"] or {}).items())),
             target=device,
         )
-        return Step(program, request, given_plan(plan))
+        return Step(program, request, given)
 
     return decorate

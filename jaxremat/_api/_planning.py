@@ -12,6 +12,7 @@ from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
 from .._plan._problem import Problem
 from .._plan._request import DEFAULT, Planning, takes_planning
+from .._program import _compat
 from .._program._compat import Args
 from .._runtime._budgets import Budget
 from .._runtime._errors import CompilationError
@@ -31,6 +32,7 @@ def plan(fn: Callable[..., object], *args: object, budget: Budget, **options: An
     return optimize(budget, **options)(fn).plan(*args)
 
 
+@_compat.api_boundary
 def memory(
     fn: Callable[..., object],
     *args: object,
@@ -50,8 +52,8 @@ def memory(
         return MemoryStats.of(fn.compile(*args))
     program = Program(
         fn=fn,
-        static_argnums=as_tuple(static_argnums),
-        donate_argnums=as_tuple(donate_argnums),
+        static_argnums=as_tuple(static_argnums, "static_argnums"),
+        donate_argnums=as_tuple(donate_argnums, "donate_argnums"),
         compiler_options=tuple(sorted((compiler_options or {}).items())),
         target=None if target is None else Target(target),
     )

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from .._compiler._devices import detect
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Program, device_of, placed
+from .._compiler._target import Target, elsewhere
 from .._model._device_specs import find
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
@@ -27,7 +28,7 @@ from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
 from ._argument_kinds import kind_of
 from ._bound_step import Bound
-from ._call_keys import KeyLocks, key_of, naming_static, type_of
+from ._call_keys import KeyLocks, key_of, naming_deleted, naming_static, type_of
 from ._host_state import Arrangement, saying_refusals, usable
 from ._nnx_objects import OfObjects
 from ._step_copies import reduced
@@ -81,8 +82,9 @@ class Step:
             return recent.run(*dynamic[0], **dynamic[1])
         except _compat.SpecialValueError as error:
             _compat.explain_special_value(error, self._program.fn, args, kwargs)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             if not any(isinstance(leaf, Tracer) for leaf in leaves) and recent.key == self._key(args, kwargs):
+                naming_deleted(error, self._program, args, kwargs)
                 raise
             return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
 
@@ -108,6 +110,8 @@ class Step:
                 "outermost function instead."
             )
             return self._program.plain(*args, **kwargs)
+        if (target := self._program.target) is not None and not self._is_here(target, args, kwargs):
+            raise elsewhere(target)  # before it is planned
         key = self._key(args, kwargs)
         planned = self._plan_for(args, kwargs, key)
         given = args, kwargs
@@ -126,6 +130,9 @@ class Step:
             return run(*dynamic[0], **dynamic[1])
         except _compat.SpecialValueError as error:
             _compat.explain_special_value(error, self._program.fn, args, kwargs)
+        except ValueError as error:
+            naming_deleted(error, self._program, args, kwargs)
+            raise
 
     @_compat.api_boundary
     def plan(self, *args: object, **kwargs: object) -> Plan:
@@ -159,17 +166,19 @@ class Step:
     def _compiled(self, planned: Planned, args: Args, kwargs: Kwargs) -> Any:
         return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
 
+    def _is_here(self, target: Target, args: Args, kwargs: Kwargs) -> bool:
+        return find(str(device_of(args, kwargs).device_kind)) == target.device
+
     def _executable(self, planned: Planned, args: Args, kwargs: Kwargs) -> Any:
         """Return the compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
 
         **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget; `CompilationError` where it
         refuses the step; `HostMemoryError` where the device has no host memory for the plan.
         """
-        target, here = self._program.target, device_of(args, kwargs)
-        if target is not None and find(str(here.device_kind)) == target.device:
+        if (target := self._program.target) is not None and self._is_here(target, args, kwargs):
             if planned.plan.offloaded:
                 needs = f"The plan of `{planned.plan.step}` keeps {len(planned.plan.offloaded)} values for a while in"
-                check_host_memory([here], needs, "Plan for this device without `offload`.")
+                check_host_memory([device_of(args, kwargs)], needs, "Plan for this device without `offload`.")
             compiled = replace(self._program, target=None).compile(planned.jitted, args, kwargs)
             if self._request.planning.verify:
                 try:
@@ -177,7 +186,7 @@ class Step:
                 except InfeasibleBudgetError as refusal:
                     return self._corrected(planned, args, kwargs, refusal)
             return compiled
-        return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
+        return self._compiled(planned, args, kwargs)
 
     def _corrected(self, planned: Planned, args: Args, kwargs: Kwargs, refusal: InfeasibleBudgetError) -> Any:
         """Return the step compiled here, by a plan that fits where the one that was made without the device

@@ -1,16 +1,13 @@
 """The commands, put together."""
 
-import os
-import sys
 from typing import Annotated
 
 import jax
 import typer
-from typer import rich_utils
 
 from .. import __version__
 from ._check import register as _add_runs
-from ._command import EXIT_CODES, FILE_WIDTH, Commands
+from ._command import EXIT_CODES, Commands
 from ._doctor import register as _add_doctor
 from ._machine import register as _add_machine
 from ._plans import register as _add_plans
@@ -19,13 +16,12 @@ from ._zoo import register as _add_zoo
 
 def application() -> typer.Typer:
     """Return the command-line application."""
-    if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
-        rich_utils.MAX_WIDTH = FILE_WIDTH  # else pages of help are cut at 80 columns
     app = typer.Typer(
         cls=Commands,
         help="Rematerialisation for JAX: fit a train step into a memory budget.",
         epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning, _ in EXIT_CODES) + ".",
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # whose tables have no room for words in 80 columns
     )
 
     @app.callback(invoke_without_command=True)

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from .._api._comparison import Leaf, differences
+from .._api._comparison import Leaf, differences, follows_signs
 from .._api._step import Step
 from .._compiler._program import placed
 from .._compiler._target import Target
@@ -38,7 +38,9 @@ def register(app: typer.Typer) -> None:
             float, typer.Option(min=0.0, help="Tolerance, relative to a result's largest entry or change.")
         ] = 1e-3,
     ) -> Answer:
-        """Run the plain step and the planned one once, and compare every array of their results.
+        """Compare the results of the plain and the planned step.
+
+        Each step runs once, and every array of the results is compared.
 
         A result at the place of an argument (new parameters, new optimizer state) is compared by how it changed.
         Results may also differ by up to 8 times as much as the plain step's change when the arguments' last bits do.
@@ -64,7 +66,7 @@ def register(app: typer.Typer) -> None:
         planning: PlanningOptions,
         runs: Annotated[int, typer.Option(min=1, help="Timed runs of each step.")] = 10,
     ) -> Answer:
-        """Time the plain step and the planned one, in turn."""
+        """Time the plain and the planned step, in turn."""
         plan, plain, planned, args, kwargs, made_up = _both(subject, planning, budget)
         seconds = time_in_turn({"plain": plain, "planned": planned}, args, kwargs, runs)
         found = medians(seconds)
@@ -129,7 +131,7 @@ def _compared(plan: Plan, leaves: list[Leaf], made_up: bool) -> Group:
     if plan.drops_nothing:
         forms = [str(form) for form in (*plan.loops, *plan.copies)]
         notes.append(f"Nothing is recomputed: {'; '.join(forms) or 'the plain step fits'}.")
-    return Group(_peak(plan), table, *rest, *notes, verdict)
+    return Group(_peak(plan), table, *rest, *notes, *follows_signs(leaves), verdict)
 
 
 def _timed(plan: Plan, found: dict[str, dict[str, float]], ratio: float) -> Group:

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "doctor")
     def doctor(console: Console) -> Answer:
-        """Check everything that jaxremat needs: packages, devices, solvers, the compiler of targets, the cache."""
+        """Check packages, devices, solvers, compilers and the cache."""
         with console.status("checking devices, solvers and compilers"):
             found = list(findings())
         broken = sum(each.state == "broken" for each in found)

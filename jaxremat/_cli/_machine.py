@@ -22,7 +22,10 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "devices")
     def devices() -> Answer:
-        """List this machine's devices, and the GPUs that it can plan for without having them."""
+        """List this machine's devices, and the targets of plans.
+
+        A machine can plan for a target, a GPU, without having one.
+        """
         here = {f"{d.platform}:{d.id}": detect(d) for d in jax.local_devices()}
         there = {name: DEVICES[name] for name in targets()}
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
@@ -45,7 +48,10 @@ def register(app: typer.Typer) -> None:
             typer.Option(help='Budget, such as "60MiB" or "min"; by default half of the plain step\'s peak.'),
         ] = None,
     ) -> Answer:
-        """Train a Flax ResNet on handwritten digits, plainly and within a memory budget."""
+        """Train a small ResNet, plainly and within a budget.
+
+        The network is a Flax ResNet, the data are scikit-learn's handwritten digits.
+        """
         require("the demo", "demo", "sklearn")
         from ._demo import demo as run
 

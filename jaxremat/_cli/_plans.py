@@ -34,7 +34,10 @@ def register(app: typer.Typer) -> None:
             Path | None, typer.Option(metavar="FILE", callback=writable, help="Write the plan to this file.")
         ] = None,
     ) -> Answer:
-        """Plan a train step within a budget, and print what is saved and what is recomputed."""
+        """Plan a train step within a budget.
+
+        Prints the peak, the overhead, and what is saved and recomputed.
+        """
         call = subject.load()
         found = step_of(subject, call.fn, budget, planning).plan(*call.args, **call.kwargs)
         if save is not None:
@@ -43,7 +46,9 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "memory")
     def memory(subject: Subject, budget: BudgetText = None) -> Answer:
-        """Compile a function and print the memory that it needs on one device; with a budget, whether it fits.
+        """Print the memory that a function needs on one device.
+
+        With a budget, print whether it fits.
 
         If the compiler refuses the function, the figures are the model's, and marked as such.
         """
@@ -83,7 +88,9 @@ def register(app: typer.Typer) -> None:
         ] = None,
         planning: PlanningOptions,
     ) -> Answer:
-        """Plan for several budgets, from the plain step's memory down to the least, and print what each costs.
+        """Print the extra time that each of several budgets costs.
+
+        The budgets range from the plain step's memory down to the least.
 
         An interrupted sweep continues where it stopped.
         """
@@ -117,7 +124,10 @@ def register(app: typer.Typer) -> None:
             typer.Option(metavar="FILE", callback=writable, help="Write the report as an HTML page."),
         ] = None,
     ) -> Answer:
-        """Show a plan: memory over the step, the largest values, modules, what was verified."""
+        """Show a plan as pictures and tables.
+
+        The report has the memory over the step, the largest values, the modules, and what was verified.
+        """
         plan = Plan.load(file)
         found = plan.report()
         if html is not None:

@@ -17,7 +17,8 @@ from .._api._optimize import optimize
 from .._api._step import Step
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
-from .._model._sites import EXACT, REVERSIBLE
+from .._model._sites import EXACT
+from .._plan._arguments import ALLOWED
 from .._plan._request import Planning
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll
@@ -166,13 +167,13 @@ class PlanningOptions:
         str | None,
         typer.Option(metavar="SIZE", help="Allow offloading to this much host memory, such as 64GiB."),
     ] = None
-    microbatches: Annotated[bool | None, typer.Option(help="Allow microbatches.")] = None
-    residuals: Annotated[
-        Literal["bf16", "fp8", "int8"] | None,
-        typer.Option(help="Allow saving values in this format; rounds gradients."),
-    ] = None
-    reversible: Annotated[
-        bool | None, typer.Option(help="Allow undoing reversible blocks; rounds gradients.")
+    allow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Transformations besides recomputation, with commas: {', '.join(ALLOWED)}; exact stands for "
+            f"{', '.join(EXACT)}, the default, and none for recomputation alone.",
+        ),
     ] = None
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
@@ -201,11 +202,14 @@ class PlanningOptions:
         return _given({"offload": offload, "allow": self._allowed()})
 
     def _allowed(self) -> tuple[str, ...] | None:
-        """`allow`, None for what it is by default."""
-        exact = tuple(name for name in EXACT if name != "microbatches" or self.microbatches is not False)
-        allowed = (*exact, f"{self.residuals}_residuals") if self.residuals else exact
-        allowed = (*allowed, REVERSIBLE) if self.reversible else allowed
-        return None if allowed == EXACT else allowed
+        """Return `allow` of `optimize`, None where it was not given."""
+        if self.allow is None:
+            return None
+        words = [word.strip() for word in self.allow.split(",")]
+        groups = {"exact": EXACT, "none": ()} | {name: (name,) for name in ALLOWED}
+        if unknown := [word for word in words if word not in groups]:
+            raise typer.BadParameter(f"--allow {unknown[0]}: write some of {', '.join(groups)}")
+        return tuple(dict.fromkeys(name for word in words for name in groups[word]))
 
 
 def _given(options: dict[str, object]) -> dict[str, Any]:

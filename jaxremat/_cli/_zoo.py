@@ -46,7 +46,10 @@ def register(app: typer.Typer) -> None:
 
     @command(group, "show")
     def show(network: _Network, budget: _Budget, target: _Target = "h100", scale: _Scale = "full") -> Answer:
-        """Print a plan, the settings of its program, and the versions that it was made with."""
+        """Print a plan and how it was made.
+
+        Prints the settings of its program and the versions of the packages too.
+        """
         e = zoo.find(network, budget, target=target, scale=scale)
         facts = [f"  {key}: {value}" for key, value in (*e.settings.items(), *e.versions.items())]
         return Answer(_data(e), "\n".join([f"{e.name}, for jax {e.jax}", *facts, str(e.plan)]))
@@ -59,7 +62,7 @@ def register(app: typer.Typer) -> None:
         target: _Target = "h100",
         scale: _Scale = "full",
     ) -> Answer:
-        """Write a plan to a file, for `optimize(plan=Plan.load(...))`."""
+        """Write a plan to a file, for `optimize(plan="plan.json")`."""
         e = zoo.find(network, budget, target=target, scale=scale)
         e.plan.save(file)
         return Answer({**_data(e), "file": str(file)}, f"{e.name} is in {file}")

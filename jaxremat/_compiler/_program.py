@@ -190,15 +190,31 @@ class Program:
         return jax.jit(fn, compiler_options=dict(known) or None, **options)
 
     @cached_property
+    def _positional(self) -> list[str] | None:
+        """The names of the parameters that have a position; None where the signature cannot be read."""
+        try:
+            parameters = inspect.signature(self.fn).parameters.values()
+        except (TypeError, ValueError):
+            return None
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [p.name for p in parameters if p.kind in kinds]
+
+    def name_of(self, path: Sequence[Any]) -> str:
+        """Return what a user calls the leaf at this path of `dynamic`'s result: `params['w']`, `args[3]`."""
+        _, first, *rest = path
+        name = getattr(first, "key", None)
+        if name is None:
+            numbers, named = self._static[0], self._positional or []
+            place = [i for i in range(first.idx + len(numbers) + 1) if i not in numbers][first.idx]
+            name = named[place] if place < len(named) else f"args[{place}]"
+        return f"`{name}{jax.tree_util.keystr(tuple(rest))}`"
+
+    @cached_property
     def _static(self) -> tuple[frozenset[int], frozenset[str]]:
         """Static arguments by position and by name, each completed from the other as `jit` does."""
         numbers, names = set(self.static_argnums), set(self.static_argnames)
-        try:
-            parameters = list(inspect.signature(self.fn).parameters.values())
-        except (TypeError, ValueError):
+        if (positional := self._positional) is None:
             return frozenset(numbers), frozenset(names)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        positional = [p.name for p in parameters if p.kind in kinds]
         numbers = {n + len(positional) if n < 0 else n for n in numbers}
         if not self.static_argnames:
             names |= {positional[n] for n in numbers if n < len(positional)}
@@ -304,7 +320,7 @@ def _check_donated(program: Program, args: Args, kwargs: Kwargs) -> None:
     for (path, leaf), info in zip(leaves, infos, strict=True):
         if info.donated and is_elsewhere(leaf):
             raise ArgumentError(
-                f"The argument {jax.tree_util.keystr(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but in memory "
+                f"The argument {program.name_of(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but in memory "
                 f"of the kind {leaf.sharding.memory_kind!r}, where a step returns nothing. Move it to the device, with "
                 "`jax.device_put(x, jax.memory.Space.Device)`, or to host memory, with `jaxremat.to_host(x)`."
             )

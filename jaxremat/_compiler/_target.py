@@ -239,11 +239,15 @@ class TargetCompiled:
         return SimpleNamespace(**self._figures)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TargetError(
-            f'The step was planned for `target="{self.target.name}"` and cannot run on this machine. Save its '
-            'plan with `step.plan(...).save("plan.json")`, and on that device write '
-            '`optimize(plan=Plan.load("plan.json"))`.'
-        )
+        raise elsewhere(self.target)
+
+
+def elsewhere(target: Target) -> TargetError:
+    """Return the error of a step that is called on a machine without its target."""
+    return TargetError(
+        f'The step is planned for `target="{target.name}"` and cannot run on this machine. Save its plan with '
+        '`step.plan(...).save("plan.json")`, and on that device write `optimize(plan="plan.json")`.'
+    )
 
 
 def compilers() -> list[tuple[str, str]]:

@@ -11,13 +11,27 @@ from .._runtime._bytes import parse_nbytes
 from .._runtime._errors import ArgumentError, BudgetError
 from ._request import Offload
 
-
-def as_tuple(value: int | str | Sequence[int] | Sequence[str]) -> tuple[Any, ...]:
-    """Return one number or name, or several, as `jax.jit` takes them."""
-    return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
+ALLOWED = (*EXACT, REVERSIBLE, *INEXACT)
+"""The transformations that users may allow."""
 
 
-def parse_forms(allow: object, known: tuple[str, ...] = (*EXACT, REVERSIBLE, *INEXACT)) -> tuple[str, ...]:
+def as_tuple(value: int | str | Sequence[int] | Sequence[str], option: str) -> tuple[Any, ...]:
+    """Return one number or name, or several, as `jax.jit` takes them for this option. **Raises:** `ArgumentError`."""
+    numbered = option.endswith("nums")
+    kind, kinds = (
+        ((int, np.integer), "an int or a tuple of ints") if numbered else (str, "a str or a tuple of strs")
+    )
+    given = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    if not all(isinstance(each, kind) for each in given):
+        other = option.replace("nums", "names") if numbered else option.replace("names", "nums")
+        raise ArgumentError(
+            f"`{option}={value!r:.60}` is not valid. Write {kinds}; {'names' if numbered else 'numbers'} of arguments "
+            f"go into `{other}`."
+        )
+    return tuple(given)
+
+
+def parse_forms(allow: object, known: tuple[str, ...] = ALLOWED) -> tuple[str, ...]:
     """Return the forms that a plan may use, of those that are `known`. **Raises:** `ArgumentError`."""
     given = (allow,) if isinstance(allow, str) else allow
     if not isinstance(given, Iterable) or not set(given) <= set(known):

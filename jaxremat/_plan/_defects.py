@@ -22,7 +22,7 @@ from .._compiler._program import Program
 from .._model._graph import Graph
 from .._model._variant import PLAIN, Variant
 from .._runtime._budgets import Budget
-from .._runtime._bytes import format_nbytes
+from .._runtime._bytes import format_nbytes, least_budget
 from .._runtime._cache_folder import cache_dir, store, trim
 from .._runtime._errors import CompilationError, InfeasibleBudgetError, JaxrematError, Reason, warn
 from .._solver import Solution
@@ -141,14 +141,14 @@ def run_as_written(asked: Budget, peak_nbytes: int, budget_nbytes: int, margin_n
     **Raises:** `InfeasibleBudgetError` where that exceeds what the budget leaves besides its margin.
     """
     said = (
-        f"`optimize({asked!r})`: no form of the step could be built, because of a defect in jaxremat (see "
+        f"No form of the step could be built for the budget {asked!r}, because of a defect in jaxremat (see "
         f"{reproducers()});"
     )
     if peak_nbytes > budget_nbytes:
         least = peak_nbytes + margin_nbytes
         raise InfeasibleBudgetError(
-            f"{said} as written it needs {format_nbytes(peak_nbytes)}. Use a budget of at least {least} bytes "
-            f"({format_nbytes(least)}), or a smaller batch.",
+            f"{said} as written it needs {format_nbytes(peak_nbytes)}. Use a budget of at least "
+            f"{least_budget(least)}, or a smaller batch.",
             budget_nbytes=budget_nbytes + margin_nbytes,
             min_peak_nbytes=peak_nbytes,
         )

@@ -256,4 +256,4 @@ def given_plan(plan: GivenPlan) -> Plan | None:
         raise ArgumentError(
             f"`plan={os.fspath(plan)!r}` cannot be read: {error.strerror}. Pass the path of a file that `Plan.save` "
             "wrote."
-        ) from error
+        ) from None

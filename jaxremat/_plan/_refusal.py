@@ -15,7 +15,7 @@ from .._model._sites import Variants
 from .._model._stages import cut_stages
 from .._model._variant import Variant
 from .._runtime._budgets import Budget
-from .._runtime._bytes import format_nbytes
+from .._runtime._bytes import format_nbytes, least_budget
 from .._runtime._errors import InfeasibleBudgetError, InfeasibleHintError
 from .._solver import MinCut, RecomputeAll
 from ._baseline import Baseline, Graphs
@@ -100,11 +100,11 @@ def infeasible(
     )
     enough = least.peak_nbytes + margin_nbytes
     return InfeasibleBudgetError(
-        f"`optimize({asked!r})` cannot be met: with the least memory found, the step still needs "
+        f"The budget {asked!r} cannot be met: with the least memory found, the step still needs "
         f"{format_nbytes(least.peak_nbytes)} ({least.how}), at {node.primitive} ({node.source or node.scope}): "
         f"arguments and outputs {format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
         f"the largest {largest or 'none'}. "
-        f"Use a budget of at least {enough} bytes ({format_nbytes(enough)}), or a smaller batch."
+        f"Use a budget of at least {least_budget(enough)}, or a smaller batch."
         + _ended(effort)
         + advice
         + (
@@ -140,8 +140,8 @@ def slow(search: Search, candidate: CompiledCandidate) -> str:
         return f"{said} Use a larger budget, or a smaller batch."
     near = min(cheaper, key=lambda t: t.peak_nbytes)
     return (
-        f"{said} It is {1 + near.seconds / step:.1f} times with {near.peak_nbytes} bytes "
-        f"({format_nbytes(near.peak_nbytes)}): use that budget, or a smaller batch."
+        f"{said} With {least_budget(near.peak_nbytes)} it takes {1 + near.seconds / step:.1f} times: use that "
+        "budget, or a smaller batch."
     )
 
 
@@ -197,7 +197,7 @@ def blamed(
         f"A budget of {format_nbytes(error.budget_nbytes)} cannot be met with these hints: "
         f"{', '.join(named)}{rest}. With them {needs} {format_nbytes(error.min_peak_nbytes)} at least, without "
         f"them {format_nbytes(free)}. The figure in brackets is what each hint adds by itself, by the model. "
-        f"Remove one, or use a budget of at least {least} bytes ({format_nbytes(least)}).",
+        f"Remove one, or use a budget of at least {least_budget(least)}.",
         budget_nbytes=error.budget_nbytes,
         min_peak_nbytes=error.min_peak_nbytes,
         free_min_peak_nbytes=free,

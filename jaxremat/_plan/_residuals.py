@@ -23,7 +23,7 @@ from .._model._stages import coarser, cut_stages, uncut
 from .._report._actions import actions
 from .._report._loop_forms import LoopForm
 from .._runtime._budgets import OF_PARTS, Share, read_budget
-from .._runtime._bytes import format_nbytes
+from .._runtime._bytes import format_nbytes, least_budget
 from .._runtime._errors import BudgetError, HintError, InfeasibleBudgetError
 from .._solver import Solution, Solver
 from .._solver._mincut import fewest_saved
@@ -137,10 +137,10 @@ def plan_held(
     if allowance is not None and profile.peak_nbytes > allowance:
         advice = ', or `emit="custom_vjp"`, which may hold less' if restrict else ""
         error = InfeasibleBudgetError(
-            f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass "
+            f"The budget {budget!r} cannot be met: with the least memory found, the backward pass "
             f"still holds {format_nbytes(profile.peak_nbytes)} of the forward pass's values at once; plain JAX "
-            f"keeps {format_nbytes(plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} "
-            f"bytes{advice}.",
+            f"keeps {format_nbytes(plain_nbytes)}. Use a budget of at least "
+            f"{least_budget(profile.peak_nbytes)}{advice}.",
             budget_nbytes=allowance,
             min_peak_nbytes=profile.peak_nbytes,
         )

@@ -170,7 +170,7 @@ class _Planner:
             raise error
         found = self._combined(search, found, budget)
         said = slow(search, found)
-        said = (f"`optimize({self.request.budget!r})`: {said}",) if said else ()
+        said = (f"Budget {self.request.budget!r}: {said}",) if said else ()
         return self._planned(search, found, budget, said)
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:

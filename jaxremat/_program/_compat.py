@@ -258,6 +258,7 @@ with its own: all but that of the train step of its demonstration."""
 for _room in _ROOMS:
     _source.register_exclusion(_room)
     _tracebacks.register_exclusion(_room)
+_tracebacks.register_exclusion(functools.__file__)  # cached properties between two frames of the library
 
 api_boundary = _tracebacks.api_boundary
 """Decorates functions that users call: their errors show the user's frames (`JAX_TRACEBACK_FILTERING=off` for all)."""

@@ -61,8 +61,12 @@ def read_budget(budget: Budget, grammar: str = OF_STEPS) -> int | Share | Litera
             return Share(float(budget), "device")
         if match := _PERCENT.fullmatch(budget):
             percent, whole = float(match[1]), (match[2] or "peak").lower()
-            if not 0 < percent <= 100 or whole not in _WHOLES:
+            if whole not in _WHOLES:
                 raise BudgetError(f"The budget {budget!r} is a share of something unknown. Write {grammar}.")
+            if not 0 < percent <= 100:
+                raise BudgetError(
+                    f"The budget {budget!r} is not a share between 0 and 100%. Write {grammar}."
+                )
             return Share(percent / 100, whole)
     return parse_nbytes(budget, grammar)
 

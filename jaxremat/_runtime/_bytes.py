@@ -47,3 +47,13 @@ def format_nbytes(nbytes: float) -> str:
         return f"{size:.0f} B"
     digits = 2 if abs(round(size, 2)) < 10 else 1 if abs(round(size, 1)) < 100 else 0
     return f"{size:.{digits}f} {units[0]}"
+
+
+def least_budget(nbytes: int) -> str:
+    """Return bytes as a user may write them, exactly and as text that is not less: `4784652 bytes ("4.57MiB")`."""
+    rounded = format_nbytes(nbytes)
+    if parse_nbytes(rounded) < nbytes:  # up in the last of the digits
+        number, unit = rounded.split()
+        _, _, decimals = number.partition(".")
+        rounded = f"{float(number) + 10.0 ** -len(decimals):.{len(decimals)}f} {unit}"
+    return f'{nbytes} bytes ("{rounded.replace(" ", "")}")'

@@ -150,6 +150,11 @@ class JaxrematWarning(UserWarning):
     """Something that works, but probably not as the user wants it."""
 
 
+for _each in list(globals().values()):
+    if isinstance(_each, type) and issubclass(_each, (JaxrematError, JaxrematWarning)):
+        _each.__module__ = "jaxremat"  # what tracebacks show, and users catch
+
+
 def warn(message: str) -> None:
     """Warn at the line of the user's code that led here: neither this library's, nor JAX's."""
     jax: Any = sys.modules.get("jax")

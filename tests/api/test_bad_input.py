@@ -1,6 +1,7 @@
 """Steps and arguments that are wrong, or odd: the user's own exception as it was raised, once, and nothing kept."""
 
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def test_a_static_argument_whose_hash_is_the_users_own() -> None:
 def test_leaves_that_are_no_arrays(leaf: Any, folder: Path) -> None:
     planned = optimized(lambda state, x: train(state["w"], x), "min")
     for way in ways(planned):
-        with pytest.raises(ArgumentError, match=r"\['odd'\]"):
+        with pytest.raises(ArgumentError, match=r"`state\['odd'\]`"):
             way({"w": WEIGHTS, "odd": leaf}, BATCH)
     assert planned._planned == {} and kept(folder) == []
 
@@ -215,6 +216,56 @@ def test_an_array_that_is_donated_twice(budget: Any) -> None:
             np.testing.assert_allclose(each, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["donate_argnums", "static_argnums", "donate_argnames", "static_argnames"])
+def test_positions_and_names_are_told_apart(name: str) -> None:
+    wrong: Any = "w" if name.endswith("nums") else (0, 1)
+    with pytest.raises(ArgumentError, match=rf"`{name}={re.escape(repr(wrong))}` is not valid.*go into"):
+        jaxremat.optimize("1GiB", **{name: wrong})(train)
+
+
+def test_an_argument_is_named_as_in_the_signature() -> None:
+    def step(kind: str, w: jax.Array, *rest: Any, **named: Any) -> Any:
+        return train(w, rest[0])
+
+    planned = optimized(step, static_argnums=0)
+    for args, named, name in (
+        (("a", "text", BATCH), {}, "w"),
+        (("a", WEIGHTS, BATCH, ["text"]), {}, r"args\[3\]\[0\]"),
+        (("a", WEIGHTS, BATCH), {"more": {"x": "text"}}, r"more\['x'\]"),
+    ):
+        with pytest.raises(ArgumentError, match=f"The argument `{name}` is a str"):
+            planned(*args, **named)
+
+
+def test_tracebacks_have_no_frames_between_those_of_the_user() -> None:
+    planned = optimized(train, donate_argnums=7)
+    with pytest.raises(ValueError, match="donate_argnums") as caught:
+        planned(WEIGHTS, BATCH)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not [file for file in files if file.endswith("functools.py")]
+
+
+def test_errors_are_named_as_users_write_them() -> None:
+    errors = [
+        each for each in vars(jaxremat).values() if isinstance(each, type) and issubclass(each, Exception)
+    ]
+    assert len(errors) > 10
+    for each in errors:
+        assert (each.__module__, getattr(jaxremat, each.__name__)) == ("jaxremat", each)
+
+
+def test_only_planned_steps_are_compared() -> None:
+    with pytest.raises(ArgumentError, match=r"takes a step of `jaxremat\.optimize`; it was given a function"):
+        jaxremat.compare(train, WEIGHTS, BATCH)  # type: ignore[arg-type]
+
+
+def test_a_step_for_another_device_is_not_planned_to_be_called() -> None:
+    planned = optimized(train, target="h100")
+    with pytest.raises(jaxremat.TargetError, match="cannot run on this machine"):
+        planned(WEIGHTS, BATCH)
+    assert planned._planned == {}
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_an_array_that_is_gone(budget: Any) -> None:
     planned = optimized(train, budget, donate_argnums=0)
@@ -222,8 +273,9 @@ def test_an_array_that_is_gone(budget: Any) -> None:
     planned(w, BATCH)
     assert w.is_deleted()
     for _ in range(2):
-        with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated") as caught:
             planned(w, BATCH)
+        assert "The argument `w` (float32[16,16]) is deleted: it was donated" in caught.value.__notes__[0]
     assert len(planned._planned) == 1
 
 

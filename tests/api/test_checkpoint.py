@@ -442,9 +442,9 @@ def test_what_cannot_be_met_or_read_is_said() -> None:
 
 
 def test_a_budget_that_the_other_emitter_may_meet() -> None:
-    with pytest.raises(jaxremat.InfeasibleBudgetError, match=r'bytes, or `emit="custom_vjp"`'):
+    with pytest.raises(jaxremat.InfeasibleBudgetError, match=r', or `emit="custom_vjp"`'):
         jaxremat.checkpoint(chain, "1KiB").plan(x0, weights)
-    with pytest.raises(jaxremat.InfeasibleBudgetError, match=r"bytes\.$"):
+    with pytest.raises(jaxremat.InfeasibleBudgetError, match=r'at least \d+ bytes \("[\d.]+KiB"\)\.$'):
         jaxremat.checkpoint(chain, "1KiB", emit="custom_vjp").plan(x0, weights)
 
 

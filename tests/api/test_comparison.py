@@ -1,5 +1,7 @@
 """What is said of how far the results of two steps are apart."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -39,3 +41,27 @@ def test_what_differs_is_said_first() -> None:
 def test_no_results() -> None:
     assert Comparison(()).agrees
     assert str(Comparison(())) == "0 results differ by no more than rounding explains:"
+
+
+def test_many_results_are_cut_short() -> None:
+    leaf = compared(1.0, 0.0, 0.0, 1).leaves[0]
+    assert str(Comparison((leaf,) * 25)).splitlines()[-1] == "... and 5 more in `leaves`"
+    assert len(str(Comparison((leaf,) * 25)).splitlines()) == 22
+
+
+def test_signs_of_what_is_rounding_are_told_from_errors() -> None:
+    """Lion and the first step of Adam follow the sign of a gradient; where it is rounding, so is the update."""
+    x = jnp.nextafter(jnp.float32(-1.0), -jnp.inf)
+
+    def signs(flip: float) -> Callable[[jax.Array], list[jax.Array]]:
+        def step(x: jax.Array) -> list[jax.Array]:
+            return [x, jnp.sign(x + 1), flip * jnp.ones(3)]
+
+        return step
+
+    def said(planned: float) -> str:
+        return str(Comparison(tuple(differences(signs(1.0), signs(planned), (x,), {}, 1e-3))))
+
+    assert "Rounding alone moves 1 of 3 results" in said(-1.0)
+    assert "Rounding alone" not in said(1.0)
+    assert "Rounding alone" not in said(1.5)

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+import typer
 from typer.testing import CliRunner
 
 import jaxremat
@@ -21,7 +22,7 @@ from jaxremat import Plan
 from jaxremat._api._comparison import differences
 from jaxremat._cli import application
 from jaxremat._cli._runs import concrete, time_in_turn
-from jaxremat._cli._subject import Call, split
+from jaxremat._cli._subject import Call, PlanningOptions, split
 
 ROOT = Path(__file__).parents[2]
 STEPS = '''
@@ -126,7 +127,7 @@ def test_what_does_not_fit_ends_with_1(run: Any) -> None:
     said = json.loads(found.stdout)
     assert said["error"] == "InfeasibleBudgetError" and said["exit_code"] == 1
     assert said["budget_nbytes"] == 1024 < said["min_peak_nbytes"]
-    assert found.stderr.startswith("jaxremat: `optimize('1KiB')` cannot be met")
+    assert found.stderr.startswith("jaxremat: The budget '1KiB' cannot be met")
     assert found.stderr.count("\n") == 1
 
 
@@ -306,6 +307,18 @@ def test_a_plan_of_another_program_ends_with_3(run: Any, folder: Path) -> None:
     assert found.exit_code == 3 and "is not a jaxremat plan" in found.stderr
 
 
+def test_transformations_are_allowed_by_name() -> None:
+    def allowed(text: str | None) -> Any:
+        return PlanningOptions(allow=text).question().get("allow", "as by default")
+
+    assert allowed(None) == "as by default"
+    assert allowed("none") == ()
+    assert allowed("attention, rows") == ("attention", "rows")
+    assert allowed("exact,bf16_residuals,rows") == (*jaxremat.EXACT, "bf16_residuals")
+    with pytest.raises(typer.BadParameter, match="--allow row: write some of exact, none, attention"):
+        allowed("row")
+
+
 def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -322,6 +335,12 @@ def test_every_command_is_explained_and_has_json(run: Any) -> None:
         assert "--json" in found.stdout and "--debug" in found.stdout
     found = run("--help")
     assert "Exit codes" in found.stdout
+    for words in ((), ("plan",), ("sweep",), ("time",), ("zoo",), ("zoo", "show")):
+        page = run(*words, "--help", env={"COLUMNS": "80"}).stdout
+        assert "\N{HORIZONTAL ELLIPSIS}" not in page and "..." not in page.replace(
+            "[ARGS]...", ""
+        )  # nothing is cut
+        assert max(map(len, page.splitlines())) <= 80
     assert run("--version").stdout.startswith("jaxremat ")
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxremat import BudgetError, JaxrematError, format_nbytes
 from jaxremat._runtime._budgets import OF_STEPS, parse_budget
-from jaxremat._runtime._bytes import parse_nbytes
+from jaxremat._runtime._bytes import least_budget, parse_nbytes
 
 SPELLINGS = {
     "1": 1,
@@ -86,7 +86,10 @@ def test_shares_in_text(text: str, nbytes: int) -> None:
 
 
 def test_shares_of_what_is_not_known() -> None:
-    for text in ("0%", "101%", "-1%", "50% of memory", "50% of"):
+    for text in ("0%", "101%", "150% of temporaries"):
+        with pytest.raises(BudgetError, match=rf"is not a share between 0 and 100%\. {SPELLED}"):
+            parse_budget(text, 1000, lambda: (200, 600))
+    for text in ("-1%", "50% of memory", "50% of"):
         with pytest.raises(BudgetError, match=SPELLED):
             parse_budget(text, 1000, lambda: (200, 600))
     with pytest.raises(BudgetError, match="is for functions that are differentiated later"):
@@ -180,3 +183,10 @@ def test_formatted_bytes_can_be_read_again(nbytes: int) -> None:
 @given(st.integers(1, 2**53))
 def test_whole_bytes_are_read_exactly(nbytes: int) -> None:
     assert parse_nbytes(str(nbytes)) == parse_nbytes(f"{nbytes}B") == parse_nbytes(nbytes) == nbytes
+
+
+@given(st.integers(1, 2**50))
+def test_a_least_budget_may_be_written_as_it_is_shown(nbytes: int) -> None:
+    exact, shown = re.fullmatch(r'(\d+) bytes \("(.+)"\)', least_budget(nbytes)).groups()  # type: ignore[union-attr]
+    assert int(exact) == nbytes
+    assert nbytes <= parse_nbytes(shown) <= 1.011 * nbytes + 1
