@@ -1,4 +1,4 @@
-"""Rematerialisation for JAX, planned and proven: train inside a byte budget at the least extra time.
+"""Rematerialisation for JAX: a train step within a memory budget, with the smallest slowdown that a planner finds.
 
 @jaxremat.optimize("24GiB", donate_argnums=0)
 def train_step(state, batch): ...

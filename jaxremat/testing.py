@@ -53,7 +53,7 @@ def graphs() -> dict[str, Graph]:
 
 @dataclass(frozen=True, slots=True)
 class SolverRow:
-    """What a solver made of one graph and budget.
+    """A solver's answer for one graph and budget.
 
     **Fields:** `graph` its name; `budget_nbytes`, None for the least memory; `peak_nbytes` as simulated; `overhead` and
     the solver's `lower_bound` as shares of the step; `best_overhead` that of the cheapest schedule within the budget
@@ -81,14 +81,14 @@ class SolverRow:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """What `check_solver` found: no rule broken. `print` it to see how far from the best the answers are."""
+    """The result of `check_solver` if no rule is broken. `print` it to see how far the answers are from the best."""
 
     solver: str
     rows: tuple[SolverRow, ...]
 
     @property
     def missed(self) -> tuple[SolverRow, ...]:
-        """The rows of budgets that can be met, and were not: that breaks no rule, but costs users memory."""
+        """The rows of feasible budgets that the solver missed: that breaks no rule, but costs users memory."""
         return tuple(row for row in self.rows if row.missed)
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ def check_solver(solver: Solver, *, time_limit: float = 10.0) -> SolverReport:
 
 
 def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, float]:
-    """Compute by brute force, for each peak that can be reached the least extra seconds that reach it.
+    """Compute by brute force the least extra seconds for each peak that can be reached.
 
     Over all sets of saved values and, for each, over all sets of those `pairs` (value, stage) that can be kept.
     """
@@ -188,9 +188,7 @@ class _Case:
             yield self.judged(budget, least)
 
     def budgets(self) -> list[int]:
-        """Return from twice what the plain step needs to what nothing can do with, met exactly and missed by
-        a byte.
-        """
+        """Return budgets from twice the plain step's peak down to infeasible ones, some of them one byte apart."""
         base = self.own.base_nbytes
         room = self.plain_nbytes - base
         found = {2 * self.plain_nbytes, self.plain_nbytes, self.plain_nbytes - 1, base + 1}

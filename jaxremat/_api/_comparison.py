@@ -58,18 +58,18 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the results of two steps are apart. **Fields:** `leaves` of the results, in order."""
+    """The differences between the results of two steps. **Fields:** `leaves`, one for each array, in order."""
 
     leaves: tuple[Leaf, ...]
 
     @property
     def agrees(self) -> bool:
-        """Whether every difference is one of rounding."""
+        """Whether rounding explains every difference."""
         return all(leaf.agrees for leaf in self.leaves)
 
     @property
     def worst(self) -> Leaf:
-        """The one that is the furthest apart for its scale."""
+        """The result with the largest relative difference."""
         return max(self.leaves, key=lambda leaf: leaf.relative)
 
     def __str__(self) -> str:

@@ -65,9 +65,9 @@ def saying_refusals(run: Callable[..., Any], plan: Plan, args: Args, kwargs: Kwa
             if not _ABOUT_HOST.search(str(error)):
                 raise
             raise HostMemoryError(
-                f"`{plan.step}` uses host memory, {format_nbytes(plan.offloaded_nbytes)} of it for values of its plan, "
-                f"and was refused some when it ran: {error}. Free some of this machine's memory, allow the process to "
-                'pin more (`ulimit -l`), or plan with less: `optimize(..., offload="8GiB")`, or without `offload`.'
+                f"`{plan.step}` uses host memory ({format_nbytes(plan.offloaded_nbytes)} for offloaded values), and an "
+                f"allocation was refused when it ran: {error}. Free some of this machine's memory, allow the process "
+                'to pin more (`ulimit -l`), or plan with less: `optimize(..., offload="8GiB")`, or without `offload`.'
             ) from error
 
     return running

@@ -71,7 +71,7 @@ def optimize(
       memory, and none for a `target`.
     - `allow`: transformations that the planner may use besides recomputation, where they are cheaper. `"attention"`:
       attention without its matrix of scores. `"rows"`: work on large values (logits) in chunks of rows.
-      `"microbatches"`: most of the step for one part of the batch after another, with accumulated gradients. These are
+      `"microbatches"`: most of the step on one part of the batch at a time, with accumulated gradients. These are
       `jaxremat.EXACT`, the default: they draw the same random numbers, and change only the order of sums.
       `"bf16_residuals"`, `"fp8_residuals"`, `"int8_residuals"`: save values in bfloat16, or in 8 bits with a scale for
       each 128 numbers. `"reversible"`: undo blocks whose input follows from their output, such as couplings. These

@@ -210,7 +210,7 @@ class Step:
         return f"<jaxremat.optimize({what}) of {getattr(self, '__qualname__', self._program.fn)!s}>"
 
     def carry(self, plans: tuple[Plan, ...]) -> None:
-        """Follow these plans where they are of the arguments that the step is called with."""
+        """Follow these plans for the arguments that they were made for."""
         known = {plan.fingerprint for plan in self._carried}
         self._carried += tuple(plan for plan in plans if plan.fingerprint not in known)
 

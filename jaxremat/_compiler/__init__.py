@@ -1,9 +1,9 @@
-"""What XLA makes of a program: compiled for the device at hand or one that is not here, and read.
+"""Program -> compiled program: for this machine's device or for another GPU, with its memory and its kernels.
 
 In: jitted functions. Out: peaks, kernels, who is alive when, seconds. Law: the text of the compiled module is all that
 is known of it; nothing here plans.
 
-Reading order: `_program` (variants of the user's step), `_target` and `_target_worker` (GPUs that are not here),
+Reading order: `_program` (variants of the user's step), `_target` and `_target_worker` (other GPUs),
 `_devices`, `_memory_stats`; `_hlo` (text -> instructions), `_liveness`, `_peak_contents`, `_roofline`,
 `_host_traffic`, `_overwritten_reads` (a defect of XLA that plans must avoid), `_compiled_step` (all of
 that, read once); `_tags` (which equation a kernel runs for), `_scratch`;

@@ -39,7 +39,7 @@ class MemoryStats:
 
     @classmethod
     def of(cls, compiled: Any) -> "MemoryStats":
-        """Return those of a compiled program (anything with `memory_analysis`)."""
+        """Return the memory of a compiled program (anything with `memory_analysis`)."""
         stats = compiled.memory_analysis()
         return cls(
             arguments_nbytes=int(stats.argument_size_in_bytes),

@@ -1,4 +1,4 @@
-"""Traced step + what the compiler made of it + device -> `Graph`: sizes and seconds of every equation.
+"""Traced step, compiled baseline, device -> `Graph`: sizes and seconds of every equation.
 
 In: `Traced`, the plain step's kernels. Out: `Graph`. Law: what the plain step's program shows is believed; rules stand
 in only where it cannot be asked.

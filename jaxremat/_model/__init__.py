@@ -1,4 +1,4 @@
-"""What the planner knows of a step, in plain numbers: its graph, what a schedule of it needs, and how long it takes.
+"""A step in plain numbers: its graph, and the memory and the time of a schedule.
 
 In: sizes, seconds, who reads whom. Out: stages, schedules, profiles. Law: no JAX here; `simulate` is the one
 definition of memory and time, which every solver's answer is held against.

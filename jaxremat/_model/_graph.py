@@ -1,4 +1,4 @@
-"""What the planner knows of a step: plain ints, floats and strings, no JAX object.
+"""The planner's view of a step: plain ints, floats and strings, no JAX object.
 
 A `Graph` is a schedule of `Node`s that read and write `Value`s. Nodes stand in execution order; the first
 `stages[0].start` of them are the forward pass and every later node belongs to one `Stage`. Values that the forward
@@ -32,8 +32,8 @@ class Value:
     - `nbytes`: its size on one device. `materialised`: whether it is written to memory. `is_output`: whether the step
       returns it.
     - `shape` as text (`f32[32,56,56,64]`); `name`: the user's `checkpoint_name`, or "".
-    - `length`: how many iterations of a forward loop make one each; all of them are stacked where the value is saved
-      for a loop of the backward pass. 0 outside of loops.
+    - `length`: the number of iterations of a forward loop that make one each; if the value is saved for a loop of the
+      backward pass, all of them are stacked. 0 outside of loops.
     - `saved_seconds`: the time of the copies into such a stack and out of it.
     - `axes`: of an image, from the outermost to the innermost in memory; () where they are in the program's order.
     """
@@ -51,7 +51,7 @@ class Value:
 
     @property
     def saved_nbytes(self) -> int:
-        """What saving it takes: `nbytes` of each iteration."""
+        """The bytes that saving it takes: `nbytes` for each iteration."""
         return self.nbytes * (self.length or 1)
 
 
@@ -66,12 +66,12 @@ class Node:
       iteration. `workspace_nbytes`: scratch memory while it runs.
     - `fusable_into`: nodes of the backward pass into whose kernel the compiler fuses it if they run in the same stage.
       `fused_seconds`: its time there, if no other recomputed node reads its result.
-    - `summed_nbytes` and `gathered_nbytes`: what one device sends in one iteration to add up parts of the result, and
-      otherwise.
+    - `summed_nbytes` and `gathered_nbytes`: the bytes that a device sends in an iteration to sum parts of the result,
+      and for other reasons.
     - `fusion_root`: whether it is a kernel of its own (a contraction, reduction, loop, ...) that no reader can absorb.
       `contraction`: whether its operands must be in memory, because it absorbs none of them.
     - `forward`: whether its outputs may be residuals. `repeatable`: whether it may run twice. `decides`: whether it may
-      not because it is a decision, or something that a decision compares.
+      not because it makes a decision or computes an operand of one.
     - `scope`: its JAX name stack. `source`: the user's line, `file.py:12 (function)`.
     - `loop`: the loop in whose body it is, -1 for none. The nodes of a loop are consecutive.
     """
@@ -163,8 +163,8 @@ class Graph:
     host: HostMemory | None = None
 
     def alike(self, other: "Graph") -> bool:
-        """Return whether the other is of the same form, with or without host memory as this is: the model
-        errs alike.
+        """Return whether the other graph has the same form, and host memory if this one has: the model then errs in the
+        same way.
         """
         return self.form == other.form and (self.host is None) == (other.host is None)
 
@@ -201,7 +201,7 @@ class Graph:
 
     @property
     def backend(self) -> Backend:
-        """What the platform's compiler does."""
+        """The habits of the platform's compiler."""
         return backend(self.platform)
 
     @cached_property
@@ -255,14 +255,14 @@ class Graph:
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
 
     def joins(self, n: int, stage: int) -> int:
-        """Return the node with which one that a stage runs again is part of a kernel, if nothing that it does reads
+        """Return the node whose kernel a recomputed node is fused into, if none of the other recomputed nodes reads
         it; -1 for none.
         """
         return next((m for m in self.nodes[n].fusable_into if self.stage_of[m] == stage), -1)
 
     @cached_property
     def forward_tape(self) -> _tape.Tape:
-        """What all schedules begin with, played."""
+        """The simulated beginning that all schedules share."""
         return _tape.forward_tape(self)
 
     @cached_property
@@ -348,8 +348,8 @@ class Graph:
         return before == loop and self.repeats(loop, self.nodes[self.values[value].producer].loop)
 
     def kept_by(self, value: int, loop: int) -> int:
-        """Return the outermost loop that keeps a value because it is read in `loop`: every iteration of what the
-        value was not made in may read it again. -1 for none, as where there is one iteration.
+        """Return the outermost loop that keeps a value because it is read in `loop`: each iteration of a loop that does
+        not make the value may read it. -1 for none, as for loops of one iteration.
         """
         made, kept = self.values[value].producer, -1
         while loop >= 0 and loop not in self.loops_of(made):
@@ -357,8 +357,8 @@ class Graph:
         return kept
 
     def reader_loop(self, node: Node) -> int:
-        """Return the loop in whose iterations a node reads its operands: carries start off in the loop around
-        theirs.
+        """Return the loop in whose iterations a node reads its operands: the node that starts a carry reads in the
+        loop around its own.
         """
         return self.parents[node.loop] if node.primitive == "scan_carry" else node.loop
 
@@ -368,11 +368,11 @@ class Graph:
         return self.loop_stop[kept] - 1 if kept >= 0 else -1
 
     def repeats(self, loop: int, other: int) -> bool:
-        """Return whether what stands in one loop's body (-1: in none) may be run again in that of another."""
+        """Return whether a node of one loop's body (-1: of none) may be run again in another's body."""
         return loop == other or (min(loop, other) >= 0 and self.groups[loop] == self.groups[other])
 
     def recomputable(self, value: int) -> bool:
-        """Return whether the value may be dropped and made again."""
+        """Return whether the value may be dropped and recomputed."""
         made_again = self.is_residual(value) and self.nodes[self.values[value].producer].repeatable
         return made_again and value not in self.pinned["save"]
 
@@ -389,8 +389,8 @@ class Graph:
         return self._needs[stage]
 
     def is_small(self, value: int) -> bool:
-        """Return whether saving the value is nothing to decide about: but in loops, where a compiler that fuses
-        runs kernels of their own for each stack, however small.
+        """Return whether the value is too small to decide about. In loops none is, where the compiler runs a kernel for
+        each stack, however small.
         """
         small = self.values[value].saved_nbytes <= self.small_nbytes
         return small and not (self.values[value].length and self.backend.fuses_reductions)
@@ -406,7 +406,7 @@ class Graph:
         return self.stages[0].start if self.stages else len(self.nodes)
 
     def computed_nbytes(self, n: int) -> int:
-        """Return the bytes that a node reads of what others compute: of a batch, not of parameters."""
+        """Return the bytes that a node reads of computed values, not of arguments."""
         return sum(self.values[v].nbytes for v in self.nodes[n].inputs if self.values[v].producer >= 0)
 
     def kernels(self) -> Iterator[Node]:

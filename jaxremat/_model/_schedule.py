@@ -18,7 +18,7 @@ Passing = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What happens to the residuals.
+    """The fate of each residual: saved, recomputed or offloaded.
 
     **Fields:** `saved`: values that live from the forward pass to their last reader. `recomputed`: for each stage, the
     ids of the *nodes* that run again before it, ascending. `kept`: pairs (value, stage) of recomputed values that are
@@ -33,17 +33,17 @@ class Schedule:
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed, and nothing in host memory meanwhile."""
+        """Whether nothing is recomputed or offloaded."""
         return not any(self.recomputed) and not self.offloaded
 
     @property
     def away(self) -> frozenset[int]:
-        """The values that are in host memory meanwhile."""
+        """The values that are offloaded."""
         return frozenset(copy.value for copy in self.offloaded)
 
 
 def must_save(graph: Graph) -> frozenset[int]:
-    """Return residuals that are saved in every schedule: those that may not be made twice, the small ones, and
+    """Return residuals that are saved in every schedule: those that may not be computed twice, small ones, and
     pinned ones.
     """
     return frozenset(
@@ -65,12 +65,12 @@ def close_over_dependencies(
     kept: Iterable[tuple[int, int]] = (),
     offloaded: Iterable[int] = (),
 ) -> Schedule:
-    """Return the schedule that saves `saved` (and what must be saved) and recomputes whatever else is needed, where
-    needed.
+    """Return the schedule that saves `saved` and all values that must be saved, and recomputes the rest in the
+    stages that need it.
 
     **Arguments:**
 
-    - `saved`: ids of residuals; ids that are no residuals are ignored, and so are those that are pinned.
+    - `saved`: ids of residuals; ids of other values and of pinned ones are ignored.
     - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
       that are not `Graph.holdable` are ignored.
     - `offloaded`: of the saved values those that are kept in host memory between their readers, and those that are

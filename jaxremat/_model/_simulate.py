@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What a schedule costs.
+    """The memory and time of a schedule.
 
     **Fields:** `peak_nbytes`: including the base. `peak_event`: the index of the first event at the peak. `runs`: the
     fields of all events, one tuple each. `lives`: when each value is in memory. `alive`: pairs (value, stage that made

@@ -1,4 +1,4 @@
-"""Program, budget -> the cheapest plan of which the compiler says that it fits.
+"""Program, budget -> the cheapest plan that the compiler confirms to fit.
 
 In: `Program`, arguments, a request. Out: `Plan` and a compiled step. Law: what is returned was compiled and held
 against the budget, or is an error that says what is true.

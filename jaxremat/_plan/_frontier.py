@@ -36,12 +36,12 @@ class Point:
 
     @property
     def predicted_peak_nbytes(self) -> int:
-        """What the planner expected before compiling."""
+        """The simulated peak."""
         return self.plan.predicted_peak_nbytes
 
     @property
     def compiled_peak_nbytes(self) -> int | None:
-        """What the compiler reports, None with `verify=False`."""
+        """The compiler's peak, None with `verify=False`."""
         return self.plan.compiled_peak_nbytes
 
     @property
@@ -56,7 +56,7 @@ class Point:
 
     @property
     def compiled_overhead(self) -> float | None:
-        """The same by a roofline of the compiled programs, None with `verify=False`."""
+        """Extra time by a roofline of the compiled programs, None with `verify=False`."""
         return self.plan.compiled_overhead
 
     @property
@@ -83,7 +83,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Frontier(Written):
-    """What a step costs within each of several budgets. Made by `jaxremat.sweep`; iterates over its points.
+    """The cost of a step within each of several budgets. Made by `jaxremat.sweep`; iterates over its points.
 
     **Fields:**
 

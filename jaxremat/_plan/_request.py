@@ -95,7 +95,7 @@ class Planning:
 
     @property
     def written_seconds(self) -> float:
-        """What compiling the step as it is written may take."""
+        """The seconds that compiling the step as it is written may take; infinite without `planning_seconds`."""
         return math.inf if self.planning_seconds is None else WRITTEN_SHARE * self.planning_seconds
 
 

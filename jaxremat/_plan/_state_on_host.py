@@ -127,8 +127,8 @@ def _of_values(graph: Graph) -> str:
     if room is None or sum(graph.values[v].saved_nbytes for v in graph.away.alone) <= room:
         return ""
     return (
-        f" Of host memory `offload` leaves {format_nbytes(room)} to values that the backward pass reads, which is not "
-        "enough for all of them: write a larger one, if the machine has it."
+        f" `offload` leaves {format_nbytes(room)} of host memory for values that the backward pass reads, which is not "
+        "enough for all of them: write a larger limit, if the machine has the memory."
     )
 
 
@@ -136,15 +136,15 @@ def _of_arguments(problem: Problem, graph: Graph) -> str:
     state, stacks = updated_alone(graph), _stacks(problem)
     told: list[str] = []
     for values, what, name in (
-        (state, "only read to be updated, as an optimizer's state is", "opt_state"),
-        (stacks, "stacks that loops read row by row, as those over layers read weights", "weights"),
+        (state, "only read to be updated, such as an optimizer's state", "opt_state"),
+        (stacks, "stacks that loops read row by row, such as weights of layers", "weights"),
     ):
         nbytes = sum(graph.values[v].nbytes for v in values)
         if nbytes < WORTH * graph.base_nbytes:
             continue
         moved = f"`{name} = jaxremat.to_host({name})`"
         if problem.host is not None and problem.host.nbytes is not None and graph.donated.issuperset(values):
-            how = f"`offload` leaves {format_nbytes(problem.host.nbytes)} of that: write a larger one"
+            how = f"`offload` leaves {format_nbytes(problem.host.nbytes)} for them: write a larger limit"
         elif problem.host is None and not graph.donated.isdisjoint(values):
             how = f"Write `optimize(..., offload=True)`, or {moved}"
         else:

@@ -14,7 +14,7 @@ from .._runtime._errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What happens to one residual.
+    """A plan's decision about one residual.
 
     **Fields:** `value`, its id; `name`, the user's `checkpoint_name`, else the primitive that makes it; `shape` as
     text; `nbytes`; `action`; `stages`, in which it is recomputed (none if nothing reads it), or before which it comes

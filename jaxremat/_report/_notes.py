@@ -28,7 +28,7 @@ NOTES = {
     "look here first: only these arrays count.",
     "rounds": "Each row is a plan that was compiled. Where the predicted and the compiled peak differ, the "
     "planner corrected its model by the difference and planned again. It returned the cheapest plan "
-    "that fits. The gap is the most that another plan could be better in the planner's model.",
+    "that fits. The gap bounds how much faster another plan could be in the planner's model.",
     "verified": "The compiler's figures for the program that runs. The last row is what is left of the budget.",
     "not compiled": "Nothing was compiled (`Planning(verify=False)`): all figures are the planner's model. "
     "Plan with `Planning(verify=True)` to have the compiler confirm the peak.",

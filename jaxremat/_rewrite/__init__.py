@@ -1,4 +1,4 @@
-"""Equations -> equations with the same results in another form, of which the planner chooses.
+"""Equations -> equations in another form with the same results, for the planner to choose from.
 
 In: a function or its flat equations. Out: `Traced`, in any form. Law: every form computes what the function computes;
 only values that are kept in fewer bits, or computed by an inverse, where the user allows that, are rounded.

@@ -1,4 +1,4 @@
-"""What the process offers to every room: errors, bytes in words, files, the cache folder, progress.
+"""Services for all rooms: errors, bytes as text, files, the cache folder, progress.
 
 In: text, numbers, paths. Out: the same, read, checked or written. Law: nothing here knows of programs or plans.
 

@@ -67,7 +67,7 @@ class CompilationError(JaxrematError, RuntimeError):
 
     @property
     def why(self) -> str:
-        """The first line of the message, to go on with."""
+        """The first line of the message, without its final full stop."""
         return str(self).splitlines()[0].rstrip(".")
 
 
@@ -108,7 +108,7 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
 
     @property
     def least_plan(self) -> Any:
-        """See the class."""
+        """The plan that reached `min_peak_nbytes`; see the class."""
         return self._least_plan
 
     @least_plan.setter

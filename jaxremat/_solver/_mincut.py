@@ -56,9 +56,9 @@ class MinCut:
         return Solution(best, solver="mincut")
 
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
-        """Return a schedule of little seconds + price x peak; see `_hull.Priced`. Proves nothing.
+        """Return a schedule with small seconds + price x peak, without a bound; see `_hull.Priced`.
 
-        What is saved stands for the peak, of which it is the larger part where there is something to gain.
+        The saved bytes stand in for the peak, which they dominate where recomputation is worth anything.
         """
         cuts, lagrangian = _Cuts(graph), Lagrangian(graph, price)
         seconds = sum(graph.nodes[n].seconds for n in cuts.producers)

@@ -25,7 +25,7 @@ class RecomputeAll:
 
 @dataclass(frozen=True)
 class SaveDots:
-    """What products and convolutions make is saved, whatever the budget: `jax.checkpoint_policies.dots_saveable`."""
+    """Save the results of products and convolutions, whatever the budget: `checkpoint_policies.dots_saveable`."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         products = (v for v in graph.residuals if graph.nodes[graph.values[v].producer].contraction)

@@ -1,4 +1,4 @@
-"""The name of a benchmark network, a budget and a device -> a plan that was made and compiled before.
+"""Benchmark network, budget, device -> a plan that comes with the library, already compiled.
 
 Law: a plan belongs to one program, which its fingerprint tells from every other: this network with these settings,
 traced by this minor version of jax with such a Flax and Optax as `Entry.versions` has, normalised by such a jaxremat.
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What it is called in text."""
+        """Its name in text."""
         return f"{self.network} {self.scale} {self.budget} {self.target}"
 
 
@@ -77,7 +77,7 @@ def load(network: str, budget: str, *, target: str = "h100", scale: str = "full"
 
 
 def find(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Entry:
-    """Return what `load` does, with the program's settings and the versions that the plan was made with."""
+    """Return the plan that `load` returns, with its program's settings and the versions that made it."""
     named = [e for name in _names() if name.split("-")[0] == network for e in _read(name)]
     alike = [e for e in named if (e.budget, e.target, e.scale) == (budget, target, scale)]
     if not alike:
@@ -102,7 +102,7 @@ def file_name(network: str, scale: str, target: str) -> str:
 
 
 def to_bytes(shared: dict[str, object], plans: dict[str, Plan]) -> bytes:
-    """Return what such a file holds: the text, compressed, the same bytes of the same text whenever it is written."""
+    """Return the bytes of such a file: the text, compressed, equal for equal text."""
     return gzip.compress(to_json(shared, plans).encode(), mtime=0)
 
 

@@ -217,7 +217,7 @@ class TestForAGpu:
         assert 3 * nbytes <= traffic.sent_nbytes < 3.1 * nbytes
         with pytest.raises(
             InfeasibleBudgetError,
-            match=r"in host memory\. `offload` leaves [0-9.]+ MiB of that: write a larger",
+            match=r"in host memory\. `offload` leaves [0-9.]+ MiB for them: write a larger",
         ):
             jaxremat.plan(scanned, *args, offload="600MiB", **options)
 

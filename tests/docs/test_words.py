@@ -1,12 +1,16 @@
-"""What people read uses the glossary's words: pages, notebooks, examples' first lines, and messages of the library."""
+"""What people read uses the glossary's words: pages, notebooks, examples' first lines, public docstrings, messages."""
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import jaxremat
+import jaxremat.flax
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +32,21 @@ BANNED = {
     r"not here": "another GPU",
     r"planned and proven": "the gap is a bound in the model",
     r"(?<!there )is no (number|plan|array|file|choice)": "is not a",
+    r"one (part|chunk) of [^.,;]{3,40} after another": "one part at a time",
+    r"(a )?few \w+ after others": "a few at a time",
+    r"(something|nothing|anything) else than": "nothing but; other operations than",
+    r"(be|is|are) (looked for|done (row|chunk|part) by)": "the planner looks for; run row by row",
+    r"taken apart|put together again": "split, recombined",
+    r"for as long again": "spends the same work again",
+    r"what (it|XLA|the (compiler|planner)|a solver) (makes?|made|knows?) of": "say which values or figures",
+    r"pass(es)? (them )?round|go(es)? round with": "ring attention; travel with",
+    r"of which (it|the \w+) (is|says|finds)": "that the ... confirms",
+    r"(bytes|sizes) in words": "as text",
+    r"whatever else is needed": "the rest",
+    r"nothing to decide": "too small to decide about",
+    r"so (are|is) those that": "and ... likewise",
+    r"the most that another": "a bound on",
+    r"has a search of their own|have a search of their own": "is searched separately",
 }
 """Words of earlier texts, as patterns, and what to write instead: the glossary's words, or plain ones."""
 
@@ -50,6 +69,19 @@ def pages() -> Iterator[tuple[str, str]]:
             path.relative_to(ROOT).as_posix(),
             CODE.sub("", ast.get_docstring(ast.parse(path.read_text())) or ""),
         )
+
+
+def public() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of what users import, and of the methods and properties of classes among it."""
+    for module in (jaxremat, jaxremat.flax, jaxremat.testing, jaxremat.zoo):
+        yield module.__name__, module.__doc__ or ""
+        for name, value in vars(module).items():
+            if name.startswith("_") or not str(getattr(value, "__module__", "")).startswith("jaxremat"):
+                continue
+            yield f"{module.__name__}.{name}", inspect.getdoc(value) or ""
+            for part, each in vars(value).items() if inspect.isclass(value) else ():
+                if not part.startswith("_") and not isinstance(each, type):
+                    yield f"{module.__name__}.{name}.{part}", inspect.getdoc(each) or ""
 
 
 def said(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -90,6 +122,18 @@ def test_messages_use_the_glossarys_words() -> None:
         for line, text in said(ast.parse(path.read_text())):
             if words := found(CODE.sub("", text)):
                 wrong[f"{path.relative_to(ROOT)}:{line}"] = words
+    assert not wrong
+
+
+def test_docstrings_of_the_public_api_use_the_glossarys_words() -> None:
+    wrong = {name: words for name, text in public() if (words := found(CODE.sub("", text)))}
+    assert not wrong
+
+
+def test_public_docstrings_begin_with_what_they_are_about() -> None:
+    """A verb for functions, a noun for values: neither a relative clause nor a pronoun."""
+    start = re.compile(r"(What|That which|It|They|This|The same|The one|Those|See) ")
+    wrong = {name: text.splitlines()[0] for name, text in public() if start.match(text)}
     assert not wrong
 
 
