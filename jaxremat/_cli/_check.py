@@ -150,4 +150,4 @@ def _timed(plan: Plan, found: dict[str, dict[str, float]], ratio: float) -> Grou
 
 def _peak(plan: Plan) -> str:
     peak = plan.compiled_peak_nbytes or plan.predicted_peak_nbytes
-    return f"peak {format_nbytes(peak)}, the plain step's {plan.plain_needs}"
+    return f"peak {format_nbytes(peak)}; the plain step needs {plan.plain_needs}"

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
+from .._report import Report
 from .._runtime._errors import (
     ArgumentError,
     BudgetError,
@@ -111,7 +112,9 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
             if as_json:
                 typer.echo(json.dumps(_plain(answer.data), indent=1))
             else:
-                out.print(answer.text)
+                out.print(
+                    answer.text, soft_wrap=not isinstance(answer.text, Report)
+                )  # whose notes are to be wrapped
             raise typer.Exit(answer.code)
 
         signature = inspect.signature(fn)

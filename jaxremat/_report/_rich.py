@@ -21,7 +21,7 @@ _COLOURS = {"save": "blue", "forward": "blue", "recompute": "yellow", "recompute
 def renderables(outcome: Outcome, width: int) -> Iterator[Any]:
     """Yield the report's parts."""
     yield Text(verdict(outcome), style="bold")
-    yield Text(f"{price(outcome)} {remarks(outcome)}")
+    yield Text(f"{price(outcome)} {remarks(outcome)}".rstrip())
     for section in sections(outcome, width):
         yield Text()
         yield Text(section.title, style="bold underline")

@@ -237,6 +237,7 @@ def test_report(run: Any, tmp_path: Path) -> None:
     for width in (None, "80"):
         text = run("report", str(file), env={"COLUMNS": width}).stdout
         assert all(f" {name} " in text for name in ("predicted", "compiled", "roofline", "solving"))
+        assert "stays within the budget." in " ".join(text.split())  # nor a note
     assert (file.stat().st_mode & 0o777) == (page.stat().st_mode & 0o777)
 
 
