@@ -1,4 +1,4 @@
-"""Files of the repository outside `docs/pages` -> pages of the site: notebooks as they were run, scripts, benchmarks.
+"""Files of the repository outside `docs/pages` -> pages of the site: results, notebooks as run, scripts, benchmarks.
 
 Law: what stands elsewhere is taken from there, never copied; and a link to a file that is not there stays broken, so
 that a strict build fails.
@@ -20,6 +20,7 @@ import jaxremat
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = PurePosixPath("docs/pages")
+README = "README.md"
 BENCHMARKS = "examples/benchmarks/README.md"
 SCRIPTS = "examples.md"
 """The page of all example scripts."""
@@ -35,6 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     def add(place: str, content: str | bytes) -> None:
         files.append(File.generated(config, place, content=content))
 
+    add("results.md", results())
     add("benchmarks.md", (ROOT / BENCHMARKS).read_text())
     add(SCRIPTS, scripts())
     for path in notebooks():
@@ -69,7 +71,14 @@ def examples() -> list[Path]:
 def places() -> dict[str, str]:
     """For each file that has a page its path in the repository, and that of its page in the site."""
     books = {f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in notebooks()}
-    return {BENCHMARKS: "benchmarks.md", **books}
+    return {README: "results.md", BENCHMARKS: "benchmarks.md", **books}
+
+
+def results() -> str:
+    """The README's tables of results and of comparisons, as a page."""
+    _, proof, rest = re.split(r"(?=^## Proof$|^## Read on$)", (ROOT / README).read_text(), flags=re.MULTILINE)
+    assert "## Compared with" in proof and rest.strip()
+    return f"# Results\n\n{proof}"
 
 
 def table(words: str) -> str:

@@ -82,6 +82,9 @@ def test_what_stands_elsewhere_is_taken_in(site: Path) -> None:
         assert '<span class="kn">import</span>' in (site / "notebooks" / f"{path.stem}.html").read_text()
     assert len(list((site / "notebooks").glob("3_*.png"))) == 7
     assert (site / "benchmarks.html").read_text().count("<table>") > 20
+    results = (site / "results.html").read_text()
+    assert results.count("<table>") == 6 and 'href="examples.html#llama_lora"' in results
+    assert 'href="results.html#compared-with"' in (site / "index.html").read_text()
     assert (site / "concepts" / "memory.html").read_text().count('<div class="jaxremat') == 1
     for path in (ROOT / "examples").glob("*.py"):
         assert path.stem == "__init__" or f'id="{path.stem}"' in (site / "examples.html").read_text()
