@@ -150,7 +150,10 @@ class PlanningOptions:
         typer.Option(metavar="S", help="Work limit of each solve, in seconds of a usual machine."),
     ] = None
     planning_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds after which the search ends.")
+        float | None,
+        typer.Option(
+            metavar="S", help="Seconds after which the search ends, or with the first plan that fits."
+        ),
     ] = None
     effort: Annotated[
         Literal["normal", "thorough"] | None, typer.Option(help="Limits of the search; thorough lifts them.")

@@ -184,8 +184,8 @@ def warn_of(plan: Plan) -> None:
         warn(said)
     if plan.planning.cut_short and plan.stages:
         warn(
-            f"The search for the plan of `{plan.step}` was cut short, after {plan.planning.work}: another search may "
-            "find a faster one. Plan again without Ctrl-C, and with a larger `Planning.planning_seconds` or none."
+            f"The search for the plan of `{plan.step}` was cut short, after {plan.planning.work}: a longer search "
+            "may find a faster one. Plan again with a larger `Planning.planning_seconds` or none, and without Ctrl-C."
         )
 
 
