@@ -93,7 +93,8 @@ def naming_static(
 
 def naming_deleted(error: Exception, program: Program, args: Args, kwargs: Kwargs) -> None:
     """Add to what XLA says of an argument that an earlier call has taken which one it is, and what to write."""
-    for path, leaf in jax.tree.leaves_with_path(program.dynamic(args, kwargs)):
+    leaves = jax.tree.leaves_with_path(program.dynamic(args, kwargs)) if "deleted" in str(error) else ()
+    for path, leaf in leaves:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             error.add_note(
                 f"The argument {program.name_of(path)} ({leaf.aval.str_short()}) is deleted: it was donated to an "

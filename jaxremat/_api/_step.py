@@ -87,6 +87,9 @@ class Step:
                 naming_deleted(error, self._program, args, kwargs)
                 raise
             return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
+        except RuntimeError as error:  # from jax 0.11 on
+            naming_deleted(error, self._program, args, kwargs)
+            raise
 
     def _through(self, args: Args, kwargs: Kwargs) -> OfObjects | OfLeaves | None:
         """Return this step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
@@ -130,7 +133,7 @@ class Step:
             return run(*dynamic[0], **dynamic[1])
         except _compat.SpecialValueError as error:
             _compat.explain_special_value(error, self._program.fn, args, kwargs)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             naming_deleted(error, self._program, args, kwargs)
             raise
 

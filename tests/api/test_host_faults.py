@@ -39,7 +39,7 @@ def test_what_is_donated_from_a_memory_of_a_third_kind_is_refused() -> None:
     """XLA ends the process there."""
     follow = optimized()
     with pytest.raises(
-        ArgumentError, match=r"\[1\].*is donated, but in memory of the kind 'unpinned_host'.*to_host"
+        ArgumentError, match=r"`moments`.*is donated, but in memory of the kind 'unpinned_host'.*to_host"
     ):
         follow(WEIGHTS + 0, elsewhere(MOMENTS), X)
     found = follow(WEIGHTS + 0, MOMENTS + 0, X)
