@@ -81,16 +81,15 @@ test-quick: setup ## some tests of every room
 test-slow: setup ## the tests marked slow, and only those
 	$(PYTEST) -m slow $(ARGS)
 
-# Python 3.11 has jax 0.10. With a newer Python, of the PATH or of pyenv, jax is a newer one too: what reads and makes its
-# equations is tested with both, and a little of everything else. Where there is no such Python, nothing is tested, and it
-# says so.
+# Python 3.11 has jax 0.10. A newer Python, from the PATH or from pyenv, has a newer jax too. Code that reads or writes
+# jaxprs is tested with both, and a little of everything else. Without a newer Python, nothing is tested, and it says so.
 NEWER := python3.14 python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
 READING := $(addprefix tests/,program emit/test_emit.py emit/test_policies.py rewrite/test_calls.py \
 	rewrite/test_checkpoints.py rewrite/test_loops.py rewrite/test_selections.py rewrite/test_shard_map_body.py \
 	rewrite/test_trace.py rewrite/test_undone_checkpoints.py)
 ON_NEWER := $(READING) $(QUICK)
 
-test-newest: ## tests of what reads and makes jaxprs, with the newest jax, in an environment of its own
+test-newest: ## tests of jaxprs with the newest jax, in an environment of its own
 	@set -eu; \
 	for candidate in $(NEWER); do \
 		if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
@@ -119,7 +118,7 @@ lint: setup ## ruff, the direction of imports, and pyright
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
-package: setup ## dist/: a wheel and an sdist, tried in an empty environment (installs about 2 GB in a temporary folder)
+package: setup ## dist/: a wheel and an sdist, tried in an empty environment (ten minutes; 2 GB in a temporary folder)
 	$(BIN)/python tests/package/fresh_environment.py
 
 release: package ## build and try the packages, check version, changelog and metadata, and tag the version; nothing is uploaded
@@ -137,11 +136,11 @@ bench: setup ## every script of examples/benchmarks, one after the other
 		echo "== $$script"; JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} $(BIN)/python "$$script"; \
 	done
 
-docs: setup ## build the site into build/docs; a link that leads nowhere is an error
+docs: setup ## build the site into build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/python -m mkdocs build -f docs/mkdocs.yml
 	@echo "read it with: $(BIN)/python -m http.server -d build/docs"
 
-lock: ## write requirements.lock anew from pyproject.toml (needs uv)
+lock: ## update requirements.lock from pyproject.toml (needs uv)
 	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra tools --extra targets --extra docs --group dev \
 		--upgrade --custom-compile-command 'make lock' --output-file requirements.lock --quiet
 

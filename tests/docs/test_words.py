@@ -60,6 +60,10 @@ def pages() -> Iterator[tuple[str, str]]:
     names = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/benchmarks/README.md"]
     for path in [*(ROOT / name for name in names), *sorted((ROOT / "docs" / "pages").rglob("*.md"))]:
         yield path.relative_to(ROOT).as_posix(), CODE.sub("", path.read_text())
+    yield (
+        "Makefile",
+        "\n\n".join(re.findall(r"^[a-z-]+:.*## (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)),
+    )
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
