@@ -61,6 +61,7 @@ class Step:
         self._by_kind: dict[Any, OfObjects | OfLeaves] = {}
         self._arrangement = Arrangement(program, self._prepare)
 
+    @_compat.api_boundary
     def __call__(self, *args: object, **kwargs: object) -> Any:
         recent = self._recent
         if recent is None or recent.settings != _compat.settings():
@@ -98,7 +99,6 @@ class Step:
             self._by_kind[kind] = kind(self._program, lambda plain: Step(plain, self._request, self._given))
         return self._by_kind[kind] if kind is not None else None
 
-    @_compat.api_boundary
     def _slow_call(self, args: Args, kwargs: Kwargs) -> Any:
         if _compat.is_jit_disabled():
             return self._program.fn(*args, **kwargs)
