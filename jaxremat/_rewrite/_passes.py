@@ -32,7 +32,7 @@ from ._flat_program import FlatProgram, PairForm, with_eqns
 from ._gathered_operands import gathered
 from ._inlined_loops import attended, inline_loops, merged_equals
 from ._kernel_choice import equivalence
-from ._loop_closing import close_loops
+from ._loop_closing import close_loops, without_unread
 from ._masks import with_results
 from ._memory_order import memory_order
 from ._microbatches import microbatches
@@ -241,6 +241,13 @@ def _in_order(program: FlatProgram, task: Task) -> FlatProgram:
 
 
 PLAIN_PASSES = (
+    Pass(
+        "unread",
+        lambda program, task: program.with_same(
+            with_eqns(program.closed, without_unread(program.eqns, program.closed.jaxpr.outvars, {"scan"}))
+        ),
+        "No scan stacks what nobody reads, as JAX does for gradients that end in a `stop_gradient`.",
+    ),
     Pass(
         "pooling",
         lambda program, task: FlatProgram.of(pooled_by_place(program.closed, early=not task.source.apart)),

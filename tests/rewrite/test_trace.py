@@ -584,3 +584,30 @@ def test_metrics_do_not_hold_up_what_they_read() -> None:
     names = [eqn.primitive.name for eqn in found.jaxpr.jaxpr.eqns]
     products = [i for i, name in enumerate(names) if name == "dot_general"]
     assert names.index("reduce_max") < products[-1]
+
+
+def recycled(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A gradient step of layers run twice, the first time without a gradient."""
+
+    def layers(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, w: (jnp.sin(x @ w) * x, None), x, weights)[0]
+
+    def loss(weights: jax.Array) -> jax.Array:
+        return layers(weights, lax.stop_gradient(layers(weights, x))).sum()
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return weights - grads, value
+
+
+def test_scans_stack_only_what_is_read() -> None:
+    args = normal(3, 8, 8), normal(16, 8, seed=1)
+    written = jax.make_jaxpr(recycled)(*args)
+    found = traced(recycled, *args)
+    assert_well_formed(found)
+    read = {a for eqn in found.jaxpr.jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
+    read |= {a for a in found.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+    scans = [eqn for eqn in found.jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert [len(eqn.outvars) for eqn in written.jaxpr.eqns if eqn.primitive.name == "scan"][0] > 1
+    assert len(scans) == 1 and read.issuperset(scans[0].outvars)
+    for got, wanted in zip(evaluated(jex.jaxpr_as_fun(runnable(found)))(*args), recycled(*args), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
