@@ -93,7 +93,8 @@ class Places:
     its entries are a number; `reaches` where an index along a dimension, which counts from zero, is as large as a
     place; `symbol` of the loop; `of_all` the number of an equation's results outside of the loop; `counted` where
     indices, one behind the other, begin; `inside` what a mask is; `known` whether the program that the loop is compared
-    with has an equation of these operands; `sizes` of dimensions there.
+    with has an equation of these operands; `sizes` that there are of an equation's result along an axis, and how much a
+    pad pads before.
     """
 
     number: Number
@@ -107,7 +108,7 @@ class Places:
     counted: Callable[[int], Affine | None]
     inside: Callable[[int], Inside | None]
     known: Callable[[Any, list[int]], bool]
-    sizes: Callable[[], Collection[int]]
+    sizes: Callable[[Any, int], Collection[tuple[int, int | None]]]
 
 
 @dataclass(frozen=True)

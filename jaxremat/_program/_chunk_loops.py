@@ -183,17 +183,19 @@ class _Chunks:
         if name == "scan" and has & {Rows, Sum}:
             return self._scan(eqn, kinds)
         if Slab in has:
-            return self.slabs.results(eqn, kinds)
+            return self._once_over(eqn, kinds[0], self.slabs.results(eqn, kinds))
         if has <= {Whole}:
             return self._same(eqn, kinds)
         if name in JOINS and isinstance(kinds[0], Rows):
             return [self._joined(eqn, kinds[0])]
         if has <= {Whole, Rows}:
             joined = self._of_parts(eqn, kinds[0]) if name == "reshape" else None
+            found: list[Kind]
             try:
-                return self._of_rows(eqn, kinds) if joined is None else [joined]
+                found = self._of_rows(eqn, kinds) if joined is None else [joined]
             except OtherLoopError:
-                return self.slabs.results(eqn, kinds)
+                found = self.slabs.results(eqn, kinds)
+            return self._once_over(eqn, kinds[0], found)
         if has <= {Whole, Sum}:
             return list(map(Sum, self.made(eqn, self._linear(eqn, kinds))))
         raise OtherLoopError
@@ -296,9 +298,10 @@ class _Chunks:
             raise OtherLoopError
         if is_scattered(eqn) and isinstance(so_far, (Carry, Added)):
             begin = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
-            if not all(isinstance(kind, (Whole, Rows)) for kind in others):
+            if not all(isinstance(kind, (Whole, Rows, Slab)) for kind in others):
                 raise OtherLoopError
-            (made,) = self._of_rows(eqn, [Whole(begin), *others])
+            around = any(isinstance(kind, Slab) for kind in others)
+            (made,) = (self.slabs.results if around else self._of_rows)(eqn, [Whole(begin), *others])
             if isinstance(made, Sum):
                 return Added(so_far.place, made.atom)
             raise OtherLoopError
@@ -321,6 +324,15 @@ class _Chunks:
         if before in self.known and self.places.is_all(self.known[before], 0):
             return Added(so_far.place, others[0].atom)
         return Added(so_far.place, self.made(eqn, [Whole(before), others[0]])[0])
+
+    def _once_over(self, eqn: jex.JaxprEqn, so_far: Kind, found: list[Kind]) -> list[Kind]:
+        """Return what an equation makes: a sum over what is scattered has what each chunk adds that to in it, and that
+        is nothing.
+        """
+        adds = is_scattered(eqn) and any(isinstance(kind, Sum) for kind in found)
+        if adds and not (isinstance(so_far, Whole) and self._is_zero(so_far)):
+            raise OtherLoopError
+        return found
 
     def _joined(self, eqn: jex.JaxprEqn, rows: Rows) -> Kind:
         """Return what a reduction joins of rows: all of them, or those of each entry."""

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from . import _compat
-from ._axes import BatchingRule, is_scattered, rules
+from ._axes import BatchingRule, rules
 from ._chunk_kinds import Index, Kind, OtherLoopError, Places, Rows, Slab, Sum, Whole, is_rule
 from ._compat import Atom, shaped
 from ._splice import inlined, needed, typed
@@ -191,8 +191,8 @@ class Slabs:
         if not any(is_rule(each, rule.operands, rule.results, rule.sizes) for each in found):
             return None
         if rule.summed:
-            adds = not is_scattered(eqn) and all(self._is_own(kind, n) for kind, n in slabs)
-            return [Sum(v) for v in self._made(whole)] if adds else None
+            own = all(self._is_own(kind, n) for kind, n in slabs)
+            return [Sum(v) for v in self._made(whole)] if own else None
         places: list[tuple[int, int, Fraction, Fraction]] = []
         for v, d in zip(eqn.outvars, rule.results, strict=True):
             if d is None:
@@ -229,10 +229,13 @@ class Slabs:
         (d,) = rule.results
         assert d is not None
         most, found = shaped(eqn.outvars[0]).shape[d], list[Slab]()
+        sizes = self.places.sizes(eqn, d)
         for before in (*range(most), *range(-1, -most, -1)):
-            if found and (rule.at[0] != "start_indices" or before < 0):
+            if found and (rule.at[0] == "padding" or before < 0):
                 break
-            known = self._known_windows(eqn, kinds, rule, first - before * rule.stride, self.places.sizes())
+            low = first - before * rule.stride
+            counts = {size for size, begin in sizes if begin in (None, low)}
+            known = self._known_windows(eqn, kinds, rule, low, counts)
             found += [Slab(v, d, int(step), before) for v in self._made(known)] if known is not None else []
         if not found:
             return None
@@ -341,9 +344,12 @@ class Slabs:
 
 def _ends(rule: WindowRule, rows: int, low: int, counts: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield how many windows there may be, with the padding behind for them."""
+    if rule.at[0] == "padding_config":  # a pad is of any width
+        yield from ((count, (count - 1) - (rows - 1) * rule.dilation - low) for count in counts)
+        return
     is_slice = rule.at[0] == "start_indices"
     most = 0 if is_slice else rule.extent + rule.dilation + rule.stride
-    for count in counts if low <= most else ():
+    for count in counts if low <= most and (is_slice or -most <= low) else ():
         least = (count - 1) * rule.stride + rule.extent - (rows - 1) * rule.dilation - low
         for high in range(least, least + rule.stride):
             if -rows < high <= most and not (is_slice and rule.stride == 1 and low == high == 0):

@@ -409,9 +409,20 @@ class _Numbers:
         self.values.lengths = around
         return found
 
-    def _sizes(self) -> set[int]:
-        """Return the sizes of dimensions of all values."""
-        return {n for node in self.values.nodes for n in node.type[0]}
+    def _sizes(self, eqn: jex.JaxprEqn, axis: int) -> set[tuple[int, int | None]]:
+        """Return the sizes along an axis that values have which are like an equation's result otherwise; of pads, whose
+        width nothing else bounds, those that pads make, with where they begin.
+        """
+        name, (shape, dtype) = eqn.primitive.name, _type(eqn.outvars[0])
+        found, others = set[tuple[int, int | None]](), (*shape[:axis], *shape[axis + 1 :])
+        for node in self.values.nodes:
+            own, kind = node.type
+            if kind == dtype and len(own) == len(shape) and (*own[:axis], *own[axis + 1 :]) == others:
+                if name != "pad":
+                    found.add((own[axis], None))
+                elif node.op == "pad":
+                    found.add((own[axis], node.key[axis][0]))
+        return found
 
     def _is_all(self, value: int, number: int) -> bool:
         node = self.values.nodes[value]

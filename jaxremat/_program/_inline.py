@@ -68,6 +68,7 @@ class Inliner:
         self.rematted = False
         self._const_of: dict[int, Any] = {}
         self._row_of: dict[Any, Any] = {}  # a stack of one -> what was stacked
+        self._numbers: dict[Any, jex.Literal] = {}  # what literals were converted to
 
     def branch(self) -> "Inliner":
         """Return an inliner that goes on from here, while this one stays as it is."""
@@ -164,6 +165,10 @@ class Inliner:
                 continue
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
+            if (number := _converted(eqn, invars)) is not None:
+                self._numbers[outvars[0]] = number
+            if name == "pad" and not _compat.is_literal(invars[1]):  # `jnp.pad` converts what it pads with
+                invars = [invars[0], self._numbers.get(invars[1], invars[1])]
             moved = eqn.replace(invars=invars, outvars=outvars, source_info=info)
             if name == "scan" and outvars and not self.respect_checkpoint:
                 # without what its body never reads
@@ -262,6 +267,15 @@ def index_on_every_platform(eqn: jex.JaxprEqn) -> int | None:
     if otherwise is not None or not _PLATFORMS.isdisjoint(name for names in named for name in names or ()):
         return None
     return len(named)
+
+
+def _converted(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> jex.Literal | None:
+    """Return the literal that a literal is converted to, if it is the same number; None of other equations."""
+    if eqn.primitive.name != "convert_element_type" or not _compat.is_literal(invars[0]):
+        return None
+    value = np.asarray(invars[0].val)
+    number = _compat.literal(value.astype(eqn.params["new_dtype"]))
+    return number if number.aval == eqn.outvars[0].aval and number.val == value else None
 
 
 def is_identity(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> bool:

@@ -93,10 +93,11 @@ def windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         yield from _reduction(eqn)
     elif name == "select_and_scatter_add":
         yield from _beside(eqn)
-    elif name == "pad" and is_literal(eqn.invars[1]) and eqn.invars[1].val == 0:
+    elif name == "pad" and is_literal(eqn.invars[1]):
+        fill = np.asarray(eqn.invars[1].val).item()
         for d, (low, _, interior) in enumerate(eqn.params["padding_config"]):
             at = ("padding_config", d)
-            yield WindowRule((d, None), (d,), padding=int(low), dilation=interior + 1, fill=0, at=at)
+            yield WindowRule((d, None), (d,), padding=int(low), dilation=interior + 1, fill=fill, at=at)
     elif name == "slice":
         strides = eqn.params["strides"] or (1,) * len(eqn.params["start_indices"])
         for d, (start, stride) in enumerate(zip(eqn.params["start_indices"], strides, strict=True)):

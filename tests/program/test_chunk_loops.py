@@ -162,6 +162,26 @@ def test_rows_in_parts() -> None:
     assert not is_proved(lambda x, *_: (jnp.tanh(x), jnp.tanh(x).sum(0)), crossed)
 
 
+@pytest.mark.parametrize("begin", [0.0, 1.0])
+def test_a_sum_over_what_is_scattered_begins_with_nothing(begin: float) -> None:
+    """Or each chunk would add that once more."""
+
+    def scattered(words: Any, values: Any) -> Any:
+        return jnp.full(3, begin).at[words].add(values)
+
+    def whole(x: Any, w: Any, table: Any, words: Any) -> Any:
+        return scattered(words, x[0])
+
+    def chunks(x: Any, w: Any, table: Any, words: Any) -> Any:
+        def chunk(total: Any, i: Any) -> Any:
+            own = (lax.dynamic_slice_in_dim(a, i * 2, 2) for a in (words, x[0]))
+            return total + scattered(*own), None
+
+        return lax.scan(chunk, jnp.zeros(3), jnp.arange(ROWS // 2))[0]
+
+    assert is_proved(whole, chunks) == (begin == 0.0)
+
+
 @pytest.mark.parametrize("at", ["start", "case"])
 def test_a_sum_that_chooses_is_no_sum_of_choices(at: str) -> None:
     def chosen(table: Any, count: Any) -> Any:

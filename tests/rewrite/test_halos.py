@@ -97,6 +97,26 @@ def padded(w: Sequence[Any], x: Any) -> Any:
     return conv(x, w[1], "VALID")[:, ::2]
 
 
+def causal(w: Sequence[Any], x: Any) -> Any:
+    """As in Flax: `jnp.pad` before a convolution, wider than its windows."""
+    for k, dilation in zip(w[:3], (1, 2, 4), strict=True):
+        x = jnp.pad(x, ((0, 0), (2 * dilation, 0), (1, 1), (0, 0)))
+        x = jnp.sin(conv(x, k, "VALID", rhs_dilation=(dilation, 1)))
+    return x
+
+
+def words(w: Sequence[Any], x: Any) -> Any:
+    """The gradient of a table is added to in its place."""
+    x = conv(x, w[0])
+    at = jnp.arange(x.shape[1] * x.shape[2], dtype=jnp.int32).reshape(1, *x.shape[1:3]) % 9
+    return conv(jnp.sin(x + w[1].reshape(-1, 6)[:9][at]), w[2])
+
+
+def padded_with_ones(w: Sequence[Any], x: Any) -> Any:
+    x = jnp.pad(jnp.sin(conv(x, w[0])), ((0, 0), (1, 4), (1, 1), (0, 0)), constant_values=1.0)
+    return conv(jnp.cos(x), w[1], "VALID")
+
+
 def channels_first(w: Sequence[Any], x: Any) -> Any:
     y = jnp.moveaxis(x, 3, 1)
     for k in w[:3]:
@@ -113,8 +133,8 @@ def differences(w: Sequence[Any], x: Any) -> Any:
 NETS: list[tuple[Callable[..., Any], int]] = [
     (same, 32), (same, 37), (with_bias, 32), (with_bias, 29), (valid, 40), (valid, 37), (strided, 32), (strided, 35),
     (uneven, 32), (uneven, 33), (dilated, 32), (depthwise, 32), (depthwise, 31), (blocks, 32), (averaged, 32),
-    (averaged, 31), (maximal, 32), (up_and_down, 32), (repeated, 32), (padded, 32), (channels_first, 32),
-    (differences, 32),
+    (averaged, 31), (maximal, 32), (up_and_down, 32), (repeated, 32), (padded, 32), (causal, 32), (causal, 35),
+    (padded_with_ones, 32), (words, 32), (words, 35), (channels_first, 32), (differences, 32),
 ]  # fmt: skip
 
 
@@ -148,6 +168,9 @@ def test_results_are_the_same(net: Callable[..., Any], rows: int, monkeypatch: p
     step, args = step_of(net, rows)
     program, found = regions_of(step, args, monkeypatch)
     assert found and found[0].whole
+    for i, eqn in enumerate(program.eqns):
+        is_pad = eqn.primitive.name == "pad" and eqn.outvars[0].aval.shape[:1] == (1,)
+        assert i in found[0].rules or not (is_pad or eqn.primitive.name == "conv_general_dilated")
     proof, wanted = equivalence(program.closed), run(program.closed, args)
     for count in (2, 3, 4):
         made = chunked(program, [(found[0], count)]).closed
