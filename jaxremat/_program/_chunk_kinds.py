@@ -43,6 +43,7 @@ class Slab(NamedTuple):
     before: int
     fill: float | None = None
     also: tuple[Any, ...] = ()  # which other slabs it is
+    adds: bool = False  # to the value, in these rows; a chunk of its own rows is what it adds, too
 
 
 class Sum(NamedTuple):

@@ -189,12 +189,15 @@ class _Chunks:
         if name in JOINS and isinstance(kinds[0], Rows):
             return [self._joined(eqn, kinds[0])]
         if has <= {Whole, Rows}:
-            joined = self._of_parts(eqn, kinds[0]) if name == "reshape" else None
-            found: list[Kind]
+            if name == "reshape" and (joined := self._of_parts(eqn, kinds[0])) is not None:
+                return [joined]
+            ways = [self._of_rows, self.slabs.results]
+            if name == "slice" and eqn.invars[0].aval == eqn.outvars[0].aval:
+                ways.reverse()  # one that cuts off rows at an end has all of a chunk
             try:
-                found = self._of_rows(eqn, kinds) if joined is None else [joined]
+                found = ways[0](eqn, kinds)
             except OtherLoopError:
-                found = self.slabs.results(eqn, kinds)
+                found = ways[1](eqn, kinds)
             return self._once_over(eqn, kinds[0], found)
         if has <= {Whole, Sum}:
             return list(map(Sum, self.made(eqn, self._linear(eqn, kinds))))

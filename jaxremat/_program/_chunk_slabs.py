@@ -6,7 +6,11 @@ done on slabs as on chunks. Windows of a slab's rows, with no padding but what d
 with some padding. Several say the same, as slices that begin elsewhere do: what the program that the loop is compared
 with has is taken.
 
-Law: a row of a slab that a value has is that row; a sum is of the rows that parts have for themselves alone.
+Other slabs are what their chunk *adds* to a value, and nothing elsewhere. What is linear in them adds to what is made
+of the value; of windows it does where the chunk has every one that reads one of its rows.
+
+Law: a row of a slab that a value has is that row, or what all slabs add to it are; a sum is of the rows that parts have
+for themselves alone, or of what they add.
 """
 
 import itertools
@@ -21,8 +25,8 @@ import numpy as np
 from jax import lax
 
 from . import _compat
-from ._axes import BatchingRule, rules
-from ._chunk_kinds import Index, Kind, OtherLoopError, Places, Rows, Slab, Sum, Whole, is_rule
+from ._axes import BatchingRule, is_scattered, rules
+from ._chunk_kinds import Index, Kind, OtherLoopError, Places, Rows, Slab, Sum, Whole, is_rule, linear_in
 from ._compat import Atom, shaped
 from ._splice import inlined, needed, typed
 from ._windows import WindowRule, windows
@@ -92,6 +96,8 @@ class Slabs:
             return None
         slab = self._slab(cases[1], shape[d])
         begins, ends = self._beyond(slab, shape[d])
+        if slab.adds and fill != 0:
+            return None
         if found.begin != (((self.places.symbol, slab.step),), -slab.before):
             return None
         if found.least not in (0, *[None] * (not begins)) or found.below not in (
@@ -131,6 +137,8 @@ class Slabs:
     def _results(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind]) -> Found | None:
         if eqn.primitive.name == "slice" and (narrowed := self._narrowed(eqn, kinds[0])) is not None:
             return [narrowed], eqn
+        if eqn.primitive.name == "concatenate" and (widened := self._widened(eqn, kinds)) is not None:
+            return [widened], eqn
         for rule in (*windows(eqn), *rules(eqn)):
             own = self._operands(eqn, kinds, rule)
             if own is None:
@@ -180,6 +188,9 @@ class Slabs:
             > 1
         ):
             return None
+        adds = [isinstance(kind, Slab) and kind.adds for kind in kinds]
+        if any(adds) and not self._adds(eqn, kinds, adds):
+            return None
         atoms = [
             self._spread(kind, d, ratio) if isinstance(kind, Whole) and d is not None else kind.atom
             for kind, d in zip(kinds, rule.operands, strict=True)
@@ -191,8 +202,10 @@ class Slabs:
         if not any(is_rule(each, rule.operands, rule.results, rule.sizes) for each in found):
             return None
         if rule.summed:
-            own = all(self._is_own(kind, n) for kind, n in slabs)
-            return [Sum(v) for v in self._made(whole)] if own else None
+            once = all(self._is_own(kind, n) for kind, n in slabs) or (
+                any(adds) and all(kind.fill == 0 or not any(self._beyond(kind, n)) for kind, n in slabs)
+            )
+            return [Sum(v) for v in self._made(whole)] if once else None
         places: list[tuple[int, int, Fraction, Fraction]] = []
         for v, d in zip(eqn.outvars, rule.results, strict=True):
             if d is None:
@@ -202,12 +215,32 @@ class Slabs:
         if any(step.denominator != 1 or before.denominator != 1 for _, _, step, before in places):
             return None
         made = zip(self._made(whole), places, strict=True)
-        return [self._kind(Slab(v, d, int(step), int(before)), n) for v, (d, n, step, before) in made]
+        return [
+            self._kind(Slab(v, d, int(step), int(before), adds=any(adds)), n)
+            for v, (d, n, step, before) in made
+        ]
+
+    def _adds(self, eqn: jex.JaxprEqn, kinds: Sequence[Whole | Slab], adds: Sequence[bool]) -> bool:
+        """Return whether an equation makes of what chunks add to some operands what they add to its results."""
+        if is_scattered(eqn):
+            return list(adds) == [False, False, True]
+        terms = linear_in(eqn, adds)
+        if terms is None:
+            return False
+        others = [(kinds[k], shaped(eqn.invars[k]).shape) for k in terms if not adds[k]]
+        return all(
+            self._is_apart(kind, shape[kind.dimension])
+            if isinstance(kind, Slab)
+            else self.loop.filled(kind) == 0
+            for kind, shape in others
+        )
 
     def _windowed(
         self, eqn: jex.JaxprEqn, kinds: Sequence[Whole | Slab], rule: WindowRule
     ) -> list[Kind] | None:
-        """Return what an equation makes of windows: what it pads a slab with is in places that dilation leaves."""
+        """Return what an equation makes of windows: what it pads a slab with is in places that dilation leaves, or
+        around what it adds.
+        """
         slab, others = kinds[0], [kind for kind in kinds[1:] if isinstance(kind, Slab)]
         if not isinstance(slab, Slab) or len(others) != rule.summed:
             return None
@@ -215,16 +248,24 @@ class Slabs:
             shaped(eqn.invars[0]).shape[slab.dimension],
             Fraction(slab.step * rule.dilation, rule.stride),
         )
-        if step.denominator != 1 or (rule.at[0] != "start_indices" and not rule.pads_gaps(eqn)):
+        if step.denominator != 1:
             return None
+        adds = slab.adds or not (rule.at[0] == "start_indices" or rule.pads_gaps(eqn))
+        if adds:
+            count = 0 if rule.summed else shaped(eqn.outvars[0]).shape[rule.results[0] or 0]
+            every = rule.has_every(size, count) and (slab.adds or self._is_apart(slab, size))
+            if rule.summed or not every or not rule.is_linear(eqn):
+                return None
         if rule.fill is not None and any(self._beyond(slab, size)) and slab.fill != rule.fill:
             return None
         first = rule.padding + slab.before * rule.dilation
         if rule.summed:
             (other,) = others
-            if other.step != step or not self._is_own(other, shaped(eqn.invars[1]).shape[other.dimension]):
+            size = shaped(eqn.invars[1]).shape[other.dimension]
+            once = other.adds and (other.fill == 0 or not any(self._beyond(other, size)))
+            if other.step != step or not (once or self._is_own(other, size)):
                 return None
-            known = self._known_windows(eqn, kinds, rule, first, [_rows(other)])
+            known = self._known_windows(eqn, kinds, rule, first - other.before * rule.stride, [_rows(other)])
             return None if known is None else [Sum(v) for v in self._made(known)]
         (d,) = rule.results
         assert d is not None
@@ -236,7 +277,11 @@ class Slabs:
             low = first - before * rule.stride
             counts = {size for size, begin in sizes if begin in (None, low)}
             known = self._known_windows(eqn, kinds, rule, low, counts)
-            found += [Slab(v, d, int(step), before) for v in self._made(known)] if known is not None else []
+            found += (
+                [Slab(v, d, int(step), before, adds=adds) for v in self._made(known)]
+                if known is not None
+                else []
+            )
         if not found:
             return None
         return [self._kind(found[0]._replace(also=tuple(found[1:])), most)]
@@ -277,7 +322,25 @@ class Slabs:
         if ends[d] == (0, shape[d]) or not alone or any(each != 1 for each in strides or ()):
             return None
         slab, (start, limit) = self._slab(kind, shape[d]), ends[d]
+        if slab.adds:
+            return None
         return self._kind(slab._replace(before=slab.before - start, also=()), limit - start)
+
+    def _widened(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind]) -> Kind | None:
+        """Return what a chunk adds to more rows, to which it adds zeros; None where something else is concatenated."""
+        at = [k for k, kind in enumerate(kinds) if not isinstance(kind, Whole)]
+        kind, sizes = kinds[at[0]], [shaped(a).shape for a in eqn.invars]
+        if len(at) != 1 or not isinstance(kind, (Rows, Slab)) or kind.dimension != eqn.params["dimension"]:
+            return None
+        d = kind.dimension
+        slab, size = self._slab(kind, sizes[at[0]][d]), sizes[at[0]][d]
+        zeros = all(self.loop.filled(other) == 0 for k, other in enumerate(kinds) if k not in at)
+        if not zeros or not (slab.adds or self._is_apart(slab, size)):
+            return None
+        fill = slab.fill if any(self._beyond(slab, size)) else 0
+        before = slab.before + sum(shape[d] for shape in sizes[: at[0]])
+        made = slab._replace(before=before, fill=fill, also=(), adds=True)
+        return self._kind(made, shaped(eqn.outvars[0]).shape[d])
 
     def _spread(self, kind: Whole, dimension: int, ratio: Fraction) -> Any | None:
         """Return a value of which all rows are alike, of so many times the rows."""
@@ -299,11 +362,13 @@ class Slabs:
 
     # What is known of slabs.
 
+    def _is_apart(self, kind: Slab, size: int) -> bool:
+        """Return whether chunks have no row twice, and each that there is."""
+        return kind.before == 0 and size == kind.step and _rows(kind) <= self.loop.count * kind.step
+
     def _is_own(self, kind: Slab, size: int) -> bool:
-        """Return whether chunks have no row twice, and zeros where there is none."""
-        every = self.loop.count * kind.step
-        whole = _rows(kind) == every or (_rows(kind) < every and kind.fill == 0)
-        return kind.before == 0 and size == kind.step and whole
+        """Return whether they have zeros where there is none besides."""
+        return self._is_apart(kind, size) and (_rows(kind) == self.loop.count * kind.step or kind.fill == 0)
 
     def _beyond(self, kind: Slab, size: int) -> tuple[bool, bool]:
         """Return whether the first begins before the first row, and the last ends behind the last."""

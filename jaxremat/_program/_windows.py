@@ -52,6 +52,24 @@ class WindowRule(BatchingRule):
             last % self.dilation,
         )
 
+    def reached(self, operand: Halo) -> tuple[Halo, Halo]:
+        """Return the halo of the results that read any row of a part with its halo, and the padding for these."""
+        before, behind = operand
+        first = max((before * self.dilation - self.padding + self.extent) // self.stride, 0)
+        last = max(((behind - 1) * self.dilation + self.padding) // self.stride + 1, 0)
+        low = first * self.stride + self.padding - before * self.dilation
+        high = (last - 1) * self.stride - self.padding + self.extent - (behind - 1) * self.dilation
+        return (first, last), (low, high)
+
+    def is_linear(self, eqn: jex.JaxprEqn) -> bool:
+        """Return whether an equation makes of a sum of first operands the sum of what it makes of each."""
+        return self.fill in (0, None) and eqn.primitive.name not in _EXTREMES
+
+    def has_every(self, size: int, count: int) -> bool:
+        """Return whether so many results read all rows of so many that any reads."""
+        before = self.extent - self.stride - self.padding  # where the window before the first ends
+        return before < 0 and count * self.stride - self.padding > (size - 1) * self.dilation
+
     def padded(self, eqn: jex.JaxprEqn, low: int, high: int, rows: int) -> dict[str, Any]:
         """Return the equation's parameters for an operand of so many rows with another padding."""
         name, index = self.at

@@ -9,9 +9,9 @@ list of passes, `_trace` runs them; `_backward_equations` tells the forward from
 merges equals; `_nested_checkpointing` (levels, parts),
 `_row_equations`, `_streamed_stacks` (rows of arrays in host memory), `_optimizer_in_backward` (optimizer updates
 inside the loop), `_in_place_stacks`, `_stack_buffers`, `_row_reads`, `_fetch_turns`,
-`_sinking`; `_program_readers`, `_row_scans`, `_region_cut`, `_region_loops`, `_halos`, `_row_regions`, `_microbatches`,
-`_regions_in_loops`, `_row_chunks` (work on rows, or most of a step, chunk after chunk, in one loop or several),
-`_function_parts` (the same of functions that are differentiated later);
+`_sinking`; `_program_readers`, `_row_scans`, `_region_cut`, `_region_loops`, `_row_parts`, `_halos`, `_row_regions`,
+`_microbatches`, `_regions_in_loops`, `_row_chunks` (work on rows, or most of a step, chunk after chunk, in one loop or
+several), `_function_parts` (the same of functions that are differentiated later);
 `_pooling_places`, `_row_batches` (indices that count rows), `_entry_gradients`, `_depthwise_gradient`,
 `_cotangent_chains`, `_canonical_convolutions`, `_kernel_choice` (equations of which the compiler makes better
 kernels); `_encodings` (values kept in fewer bits);

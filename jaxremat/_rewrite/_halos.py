@@ -10,12 +10,20 @@ A convolution in chunks of an image's rows reads a few rows more than a chunk ha
 Rows of values are as many, in a part, as the strides between them say. Halos are found from what loops hand on, of
 which a part has its own rows alone, back to what they read. What both passes read has the wider one.
 
-Invariant: a row of a part is that row of the value; a sum is of the part's own rows.
+Cotangents go the other way: from here on all is linear up to sums, so a part does what *it adds* to them, and to rows
+around its own, and no part needs more of the forward pass than its own results do:
+
+        dy = gradient of the loss           the rows of this part
+        dh = transposed convolution(dy)     what that adds from i * step - 1 to (i + 1) * step + 1
+        dw += gradient of the kernel(h, dy)
+
+Invariant: a row of a part is that row of the value, or all that parts add to it are; a sum is of the part's own rows,
+or of what it adds.
 """
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -25,22 +33,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._program import _compat
-from .._program._axes import BatchingRule, Parts
+from .._program._axes import BatchingRule, Parts, is_scattered
+from .._program._chunk_kinds import linear_in
 from .._program._compat import Atom, shaped
 from .._program._primitives import is_fusion_root
 from .._program._windows import Halo, PartWithHalo, WindowRule
 from ._loop_inlining import append
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners
+from ._row_parts import RowParts
 
 NO_HALO: Halo = (0, 0)
 
 
-class Halos:
-    """The rows that one loop over parts does of each value.
+class Halos(RowParts):
+    """The same where equations have windows: parts that are no divisor of the rows end behind them.
 
-    **Arguments:** `rules` of all loops of its region, and those that are its `own`; `leaves` what it hands on;
-    `dimension` of the rows in values.
+    **Arguments:** `rules` of all loops of its region, and those that are its `own`; `leaves` what it hands on.
     """
 
     def __init__(
@@ -49,14 +58,16 @@ class Halos:
         rules: Loop,
         own: Loop,
         leaves: Collection[jex.Var],
-        dimension: Mapping[Any, int | None],
+        dimension: Mapping[Atom, int | None],
         parts: Parts,
     ):
         scale = scales(eqns, rules)
         assert scale is not None  # or it was no region
-        self.scale, self.parts = scale, parts
-        self.dimension = {v: d for v, d in dimension.items() if d is not None}
-        self.halo = halos(eqns, own, [v for v in leaves if v in self.dimension], scale)
+        super().__init__(dimension, parts)
+        self.scale = scale
+        rows = [v for v in leaves if v in self.dimension]
+        self.added = added(eqns, own, rows, scale)
+        self.halo = halos(eqns, own, rows, scale, self.added)
 
     def step(self, v: jex.Var) -> int:
         """Return how many rows of a value are a part's own."""
@@ -70,11 +81,11 @@ class Halos:
         """Return whether parts have more rows together than a value has."""
         return self.parts.count * self.step(v) != shaped(v).shape[self.dimension[v]]
 
-    def laid(self, v: jex.Var) -> tuple[int, ...]:
+    def written_shape(self, v: jex.Var) -> tuple[int, ...]:
         """Return the shape of a value with the rows of all parts."""
-        shape = list(shaped(v).shape)
-        shape[self.dimension[v]] = self.parts.count * self.step(v)
-        return tuple(shape)
+        if v not in self.dimension:
+            return tuple(shaped(v).shape)
+        return self._resized(v, self.parts.count * self.step(v))
 
     def read(self, whole: jax.Array, i: jax.Array, v: jex.Var) -> jax.Array:
         """Return the rows of a part with its halo, any where the value has none."""
@@ -95,27 +106,41 @@ class Halos:
         rule: BatchingRule,
         invars: list[Atom],
         index: jex.Var,
-        neutral: float,
+        joins: jex.Primitive | None,
     ) -> dict[str, Any]:
-        """Return the parameters of an equation for a part with its halo, and let its operands have the rows for it.
-
-        **Arguments:** `neutral` what its results are made of where there are no rows, if they are sums.
-        """
+        """Return the parameters of an equation for a part with its halo, and let its operands have the rows for it."""
+        neutral = -1 if joins is lax.and_p else 0  # of what sums are made where there are no rows
         results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
-        halo = self.halo[results[0]] if results else NO_HALO
+        halo = done(eqn, rule, self.halo, self.added, self.scale)
         for k, (a, d) in enumerate(zip(eqn.invars, rule.operands, strict=True)):
             if d is None or _compat.is_literal(a):
                 continue
             fill = neutral if rule.summed else None
             if isinstance(rule, WindowRule) and k == 0:
                 fill = rule.fill
-            own = wanted(eqn, rule, k, halo, self.scale)
-            invars[k] = self.slab(eqns, env, a, own, fill, index, eqn)
+            wide = wanted(eqn, rule, k, halo, self.scale, self.added)
+            invars[k] = self.slab(eqns, env, a, wide, fill, index, eqn)
         params = rule.in_chunk(eqn, PartWithHalo(self.rows(results[0]), 1) if results else self.parts)
         if isinstance(rule, WindowRule):
             rows = shaped(invars[0]).shape[self.dimension[eqn.invars[0]]]
-            params = rule.padded(eqn.replace(params=params), *rule.halo(halo)[1], rows)
+            padding = rule.halo(halo)[1]
+            if eqn.invars[0] in self.added:
+                padding = rule.reached(_reaching(rule, self.halo[eqn.invars[0]]))[1]
+            params = rule.padded(eqn.replace(params=params), *padding, rows)
         return params
+
+    def own(
+        self, eqns: list[jex.JaxprEqn], made: Atom, v: jex.Var, index: jex.Var, maker: jex.JaxprEqn
+    ) -> Atom:
+        """Return what is written of a part: zeros are where the last has rows that there are not."""
+        return self.slab(eqns, {v: made}, v, NO_HALO, 0, index, maker)
+
+    def all(self, whole: jax.Array, v: jex.Var) -> jax.Array:
+        """Return a value without the rows that it does not have."""
+        if v not in self.dimension or not self.is_ragged(v):
+            return whole
+        axis = self.dimension[v]
+        return lax.slice_in_dim(whole, 0, shaped(v).shape[axis], axis=axis)
 
     def slab(
         self,
@@ -127,24 +152,32 @@ class Halos:
         index: jex.Var,
         reader: jex.JaxprEqn,
     ) -> Atom:
-        """Return so many rows around a part of a value, and a number where the value has no row, if there is one."""
+        """Return so many rows around a part of a value, zeros where it adds nothing, and a number where the value has
+        no row, if there is one.
+        """
         (before, behind), d, step = halo, self.dimension[v], self.step(v)
-        size, rows, start = step + before + behind, shaped(v).shape[d], self.halo[v][0] - before
+        rows, known = shaped(v).shape[d], self.halo[v]
+        first, last = map(min, halo, known)
         begins, ends = bool(before > 0), bool(self.parts.count * step + behind > rows)
         fill = fill if begins or ends else None
         key = v, halo, fill
 
-        def slab(part: jax.Array, i: jax.Array) -> jax.Array:
-            if size != part.shape[d]:
-                part = lax.slice_in_dim(part, start, start + size, axis=d)
+        def slab(rows_known: jax.Array, i: jax.Array) -> jax.Array:
+            own = rows_known
+            if (first, last) != known:
+                own = lax.slice_in_dim(own, known[0] - first, known[0] + step + last, axis=d)
+            if (first, last) != halo:
+                shapes = [(*own.shape[:d], n, *own.shape[d + 1 :]) for n in (before - first, behind - last)]
+                zeros = [lax.full(shape, 0, own.dtype) for shape in shapes]
+                own = lax.concatenate([zeros[0], own, zeros[1]], d)
             if fill is None:
-                return part
-            at = i * step - before + lax.broadcasted_iota(jnp.int32, part.shape, d)
+                return own
+            at = i * step - before + lax.broadcasted_iota(jnp.int32, own.shape, d)
             sides = [at >= 0] * begins + [at < rows] * ends
-            return lax.select(functools.reduce(lax.bitwise_and, sides), part, jnp.full_like(part, fill))
+            return lax.select(functools.reduce(lax.bitwise_and, sides), own, jnp.full_like(own, fill))
 
         if key not in env:
-            changes = fill is not None or halo != self.halo[v]
+            changes = fill is not None or halo != known
             env[key] = append(eqns, slab, (env[v], index), reader) if changes else env[v]
         return env[key]
 
@@ -166,7 +199,7 @@ def in_parts(
     more: list[tuple[jex.JaxprEqn, float]] = []
     for number, loop in enumerate(loops):
         leaves = [v for v in handed_on(program, loops, number) if v in size]
-        for v, halo in halos(eqns, loop, leaves, scale).items():
+        for v, halo in halos(eqns, loop, leaves, scale, added(eqns, loop, leaves, scale)).items():
             if (i := program.maker.get(v, -1)) in loop and is_fusion_root(eqns[i]):
                 more.append((eqns[i], sum(halo) / size[v]))
     return max(-(-rows // scale[v]) for v, rows in size.items()), tuple(more)
@@ -205,39 +238,135 @@ def _ratios(eqn: jex.JaxprEqn, rule: BatchingRule) -> dict[Any, Fraction]:
     return {a: Fraction(shaped(a).shape[d]) for a, d in placed}
 
 
-def halos(
+def added(
     eqns: Sequence[jex.JaxprEqn],
     rules: Mapping[int, BatchingRule],
     leaves: Collection[jex.Var],
     scale: Mapping[Atom, int],
 ) -> dict[Any, Halo]:
+    """Return the values of which a part does what it adds to them, with the halo of that: all that is made of them is
+    linear, up to sums.
+    """
+    zeros = _zeros(eqns, rules)
+    exact = {*leaves, *zeros}
+    while True:
+        able, found, more = dict[Any, bool](), dict[Any, Halo](), set[Any]()
+        for i in reversed(list(rules)):
+            eqn, rule = eqns[i], rules[i]
+            results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
+            goes_on = all(able.get(v, True) and v not in exact for v in results)
+            able.update(dict.fromkeys(results, goes_on))
+            for a in dict.fromkeys(a for a, d in _placed(eqn, rule) if d is not None and a not in results):
+                able[a] = able.get(a, True) and goes_on and _is_linear(eqn, rule, a)
+        for i, rule in rules.items():
+            eqn = eqns[i]
+            of = list(dict.fromkeys(a for a in _compat.variables(eqn.invars) if a in found))
+            if len(of) > 1 and not _is_linear(eqn, rule, *of):
+                # Of two factors that which windows have widened is what parts add up.
+                of.sort(key=lambda a: -sum(found[a]))
+                more.update(of[1:])
+                del of[1:]
+            elif of and not is_scattered(eqn) and not isinstance(rule, WindowRule):
+                # A value of the whole is no term of what each part adds.
+                terms = linear_in(eqn, [a in of for a in eqn.invars]) or ()
+                more.update(of if any(eqn.invars[k] not in {*of, *zeros} for k in terms) else ())
+            results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
+            if results and able[results[0]]:
+                own = NO_HALO
+                if of and isinstance(rule, WindowRule):
+                    own = rule.reached(_reaching(rule, found[of[0]]))[0]
+                elif of:
+                    wide = _widest([_scaled(found[a], a, results[0], scale) for a in of])
+                    own = _whole_rows(wide, rule, eqn, scale)
+                found.update(dict.fromkeys(results, own))
+        if not more:
+            return found
+        exact |= more
+
+
+def _is_linear(eqn: jex.JaxprEqn, rule: BatchingRule, *operands: Atom) -> bool:
+    """Return whether an equation makes of what parts add to some operands what they add to its results."""
+    at = [k for k, a in enumerate(eqn.invars) if not _compat.is_literal(a) and a in operands]
+    if isinstance(rule, WindowRule):
+        return at == [int(rule.summed)] and rule.is_linear(eqn)
+    if is_scattered(eqn):
+        return rule.summed and at == [2]
+    terms = linear_in(eqn, [k in at for k in range(len(eqn.invars))])
+    if terms is None or rule.copied:
+        return False
+    return all(rule.operands[k] is not None and not _compat.is_literal(eqn.invars[k]) for k in terms)
+
+
+def _zeros(eqns: Sequence[jex.JaxprEqn], rules: Iterable[int]) -> set[Any]:
+    made = (eqns[i] for i in rules if eqns[i].primitive.name == "broadcast_in_dim")
+    return {eqn.outvars[0] for eqn in made if _compat.is_literal(eqn.invars[0]) and eqn.invars[0].val == 0}
+
+
+def _reaching(rule: WindowRule, halo: Halo) -> Halo:
+    """Return the halo of an operand with which a slice of what parts add to it begins and ends within that."""
+    return (halo[0], max(halo[1], -rule.padding)) if rule.at[0] == "start_indices" else halo
+
+
+def halos(
+    eqns: Sequence[jex.JaxprEqn],
+    rules: Mapping[int, BatchingRule],
+    leaves: Collection[jex.Var],
+    scale: Mapping[Atom, int],
+    added: Mapping[Atom, Halo],
+) -> dict[Any, Halo]:
     """Return the halo of each value with the axis that a loop reads or makes.
 
-    **Arguments:** `leaves` what it hands on.
+    **Arguments:** `leaves` what it hands on; `added` the halos of what parts add up.
     """
-    found: dict[Any, Halo] = dict.fromkeys(leaves, NO_HALO)
+    found: dict[Any, Halo] = {**dict.fromkeys(leaves, NO_HALO), **added}
     for i in reversed(list(rules)):
-        rule = rules[i]
-        results = [v for v, d in zip(eqns[i].outvars, rule.results, strict=True) if d is not None]
-        own = NO_HALO
-        if results:
-            own = _whole_rows(_widest([found.get(v, NO_HALO) for v in results]), rule, eqns[i], scale)
-        found.update(dict.fromkeys(results, own))
-        for k, (a, d) in enumerate(zip(eqns[i].invars, rule.operands, strict=True)):
-            if d is not None and not _compat.is_literal(a):
-                found[a] = _widest([*filter(None, [found.get(a)]), wanted(eqns[i], rule, k, own, scale)])
+        rule, eqn = rules[i], eqns[i]
+        results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
+        own = done(eqn, rule, found, added, scale)
+        found.update((v, own) for v in results if v not in added)
+        for k, (a, d) in enumerate(zip(eqn.invars, rule.operands, strict=True)):
+            if d is not None and not _compat.is_literal(a) and a not in added:
+                wide = wanted(eqn, rule, k, own, scale, added)
+                found[a] = _widest([*filter(None, [found.get(a)]), wide])
     return found
 
 
-def wanted(eqn: jex.JaxprEqn, rule: BatchingRule, k: int, halo: Halo, scale: Mapping[Atom, int]) -> Halo:
-    """Return the halo that an operand needs for one of the results."""
+def done(
+    eqn: jex.JaxprEqn,
+    rule: BatchingRule,
+    found: Mapping[Atom, Halo],
+    added: Mapping[Atom, Halo],
+    scale: Mapping[Atom, int],
+) -> Halo:
+    """Return the halo of what an equation makes; of sums that of the operand to which parts add."""
+    results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
+    if not results:
+        return next((added[a] for a in _compat.variables(eqn.invars) if a in added), NO_HALO)
+    if results[0] in added:
+        return added[results[0]]
+    return _whole_rows(_widest([found.get(v, NO_HALO) for v in results]), rule, eqn, scale)
+
+
+def wanted(
+    eqn: jex.JaxprEqn,
+    rule: BatchingRule,
+    k: int,
+    halo: Halo,
+    scale: Mapping[Atom, int],
+    added: Mapping[Atom, Halo],
+) -> Halo:
+    """Return the halo that an operand needs for one of the results, or of sums that of the operand parts add to."""
+    a = eqn.invars[k]
     if isinstance(rule, WindowRule) and k == 0:
-        return rule.halo(halo)[0]
-    if rule.summed or halo == NO_HALO:
-        return NO_HALO
-    results = zip(eqn.outvars, rule.results, strict=True)
-    of = next(scale[v] for v, d in results if d is not None)
-    before, behind = (rows * scale[eqn.invars[k]] // of for rows in halo)
+        return _reaching(rule, added[a]) if a in added else rule.halo(halo)[0]
+    of = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
+    of = of or [v for v in _compat.variables(eqn.invars) if v in added]
+    return _scaled(halo, of[0], a, scale) if of else NO_HALO
+
+
+def _scaled(halo: Halo, of: Atom, a: Atom, scale: Mapping[Atom, int]) -> Halo:
+    """Return a halo of one value in rows of another."""
+    before, behind = (-(-rows * scale[a] // scale[of]) for rows in halo)
     return before, behind
 
 

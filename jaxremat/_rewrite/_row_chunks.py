@@ -15,6 +15,7 @@ Law: rows are made by the same operations as before, sums over rows chunk by chu
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from types import MappingProxyType
 from typing import Any
@@ -27,9 +28,8 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .._program import _compat
-from .._program._axes import JOINS, BatchingRule, Parts, is_scattered, sum_type
+from .._program._axes import JOINS, Parts, is_scattered, sum_type
 from .._program._compat import Atom, Aval, DType, shaped
-from .._program._flops import aval_nbytes
 from .._program._primitives import (
     IN_CHUNKS,
     is_backward,
@@ -41,11 +41,12 @@ from .._program._primitives import (
 )
 from .._program._splice import inlined, typed
 from ._flat_program import FlatProgram, alive, with_eqns
-from ._halos import NO_HALO, Halos
+from ._halos import Halos
 from ._loop_closing import without_unread
 from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners, schedule
+from ._row_parts import RowParts, in_shape
 from ._row_regions import Region
 from ._selections import settled
 
@@ -132,11 +133,11 @@ class _Chunks:
             both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
             self.dimension.update((a, d) for a, d in both if not _compat.is_literal(a))
             self.adder.update((v, i) for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
-        self.halos = None
-        if region.windowed:
-            self.halos = Halos(
-                program.eqns, region.rules, self.rules, self.leaves, self.dimension, self.parts
-            )
+        self.rows: RowParts = (
+            Halos(program.eqns, region.rules, self.rules, self.leaves, self.dimension, self.parts)
+            if region.windowed
+            else RowParts(self.dimension, self.parts, region.parts)
+        )
         # A sum that is scattered goes on in the array that it starts with.
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
@@ -275,31 +276,13 @@ class _Chunks:
             for v in self.leaves
         ]
         body = self._body()
-        parted = [_in_shape(env[a], self._laid(a)) for a in self.parted]
+        parted = [in_shape(env[a], self.rows.read_shape(a)) for a in self.parted]
 
         def step(state: list[jax.Array], i: jax.Array) -> tuple[list[Any], None]:
             return jex.jaxpr_as_fun(body)(i, *state, *parted), None
 
         state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
-        return [self._whole(a.astype(shaped(v).dtype), v) for a, v in zip(state, self.leaves, strict=True)]
-
-    def _whole(self, a: jax.Array, v: jex.Var) -> jax.Array:
-        """Return a result without the rows of the last part that it does not have."""
-        d = self.dimension[v]
-        if self.halos is not None and d is not None:
-            return lax.slice_in_dim(a, 0, shaped(v).shape[d], axis=d) if self.halos.is_ragged(v) else a
-        return _in_shape(a, shaped(v).shape)
-
-    def _laid(self, v: jex.Var) -> tuple[int, ...]:
-        """Return the shape of all rows of a value, the parts that lie on devices of their own in a dimension of
-        theirs: so each device has its rows of every chunk.
-        """
-        d, parts = self.dimension.get(v), self.region.parts
-        if self.halos is not None and d is not None and v in self.leaves:
-            return self.halos.laid(v)
-        if d is None or parts == 1:
-            return tuple(shaped(v).shape)
-        return (*shaped(v).shape[:d], parts, shaped(v).shape[d] // parts, *shaped(v).shape[d + 1 :])
+        return [self.rows.all(a.astype(shaped(v).dtype), v) for a, v in zip(state, self.leaves, strict=True)]
 
     def _type(self, v: jex.Var) -> Any:
         """Return the type in which a result is carried from chunk to chunk."""
@@ -312,26 +295,30 @@ class _Chunks:
     def _before(self, v: jex.Var, zero: jax.Array) -> jax.Array:
         """Return a result before the first chunk: what joined with another, or added to it, is that."""
         if self._joins(v) is lax.and_p:
-            return jnp.full(self._laid(v), np.invert(np.zeros((), self._type(v))))
-        return lax.broadcast(zero.astype(self._type(v)), self._laid(v))
+            return jnp.full(self.rows.written_shape(v), np.invert(np.zeros((), self._type(v))))
+        return lax.broadcast(zero.astype(self._type(v)), self.rows.written_shape(v))
 
     def _body(self) -> jex.ClosedJaxpr:
         """Return one chunk: its index, the results so far and what the region reads -> the results."""
         eqns: list[Any] = []
         index = _compat.new_var(ShapedArray((), jnp.int32))
         state = [
-            _compat.new_var(v.aval.update(shape=self._laid(v), dtype=self._type(v), weak_type=False))
+            _compat.new_var(
+                v.aval.update(shape=self.rows.written_shape(v), dtype=self._type(v), weak_type=False)
+            )
             for v in self.leaves
         ]
         so_far = dict(zip(self.leaves, state, strict=True))
         operands = [
-            _compat.new_var(a.aval.update(shape=self._laid(a)) if a in self.dimension else a.aval)
+            _compat.new_var(a.aval.update(shape=self.rows.read_shape(a)) if a in self.dimension else a.aval)
             for a in self.parted
         ]
         env: dict[Any, Any] = {}
         for a, operand in zip(self.parted, operands, strict=True):
-            d = self.dimension.get(a)
-            env[a] = operand if d is None else self._part(eqns, operand, index, d, a)
+            env[a] = operand
+            if self.dimension.get(a) is not None:
+                part = partial(self.rows.read, v=a)
+                env[a] = append(eqns, part, (operand, index), self._reader(a))
         self._each(eqns, env, so_far, index)
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
         made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
@@ -356,13 +343,7 @@ class _Chunks:
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             if rule.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            if self.halos is not None:
-                neutral = -1 if self._joins(eqn.outvars[0]) is lax.and_p else 0
-                params = self.halos.around(eqns, env, eqn, rule, invars, index, neutral)
-            else:
-                params = rule.in_chunk(eqn, self.parts)
-                if rule.summed and not self._joins(eqn.outvars[0]) and self.parts.again(self.parts.rows):
-                    self._mask(eqns, eqn, rule, invars, index)
+            params = self.rows.around(eqns, env, eqn, rule, invars, index, self._joins(eqn.outvars[0]))
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
                 for v, d in zip(eqn.outvars, rule.results, strict=True)
@@ -377,46 +358,7 @@ class _Chunks:
     def _aval(self, v: jex.Var, dimension: int | None, params: Mapping[str, object]) -> Any:
         if dimension is None:
             return v.aval.update(dtype=params.get("preferred_element_type") or shaped(v).dtype)
-        shape = list(shaped(v).shape)
-        shape[dimension] = self.parts.of(shape[dimension]) if self.halos is None else self.halos.rows(v)
-        return v.aval.update(shape=tuple(shape))
-
-    def _part(
-        self, eqns: list[jex.JaxprEqn], operand: Atom, index: jex.Var, dimension: int, like: jex.Var
-    ) -> jex.Var:
-        """Return the rows of this chunk."""
-        along = self._along(dimension)
-        shape = self._aval(like, dimension, {}).shape
-        size = self.parts.of(shaped(operand).shape[along])
-
-        def part(whole: jax.Array, i: jax.Array) -> jax.Array:
-            if self.halos is not None:
-                return self.halos.read(whole, i, like)
-            return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
-
-        return append(eqns, part, (operand, index), self._reader(like))
-
-    def _mask(
-        self,
-        eqns: list[jex.JaxprEqn],
-        eqn: jex.JaxprEqn,
-        rule: BatchingRule,
-        invars: list[Atom],
-        index: jex.Var,
-    ) -> None:
-        """Let a sum over rows have zeros for those that the part before has added, in the smallest of its operands."""
-        able = [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
-        k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
-        dimension = rule.operands[k]
-        assert dimension is not None
-        size, rows = shaped(invars[k]).shape[dimension], shaped(eqn.invars[k]).shape[dimension]
-        rest = (self.parts.count - 1) * size - self.parts.again(rows)  # where the last part begins
-
-        def masked(part: jax.Array, i: jax.Array) -> jax.Array:
-            at = lax.broadcasted_iota(jnp.int32, part.shape, dimension)
-            return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
-
-        invars[k] = append(eqns, masked, (invars[k], index), eqn)
+        return v.aval.update(shape=self.rows.part(v))
 
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Atom, made: Atom, index: jex.Var) -> Atom:
         """Return a result with what this chunk makes of it."""
@@ -432,23 +374,14 @@ class _Chunks:
             return made
 
         maker = self.program.eqns[self.program.maker[v]]
-        # Zeros are where the last part has rows that there are not.
-        if self.halos is not None and d is not None:
-            made = self.halos.slab(eqns, {v: made}, v, NO_HALO, 0, index, maker)
+        if d is not None:
+            made = self.rows.own(eqns, made, v, index, maker)
+            return append(eqns, partial(self.rows.written, v=v), (so_far, made, index), maker)
 
-        def written(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
-            if d is None:
-                return (self._joins(v) or lax.add_p).bind(whole, part.astype(whole.dtype))
-            along = self._along(d)
-            size = self.parts.of(whole.shape[along]) if self.halos is None else self.halos.step(v)
-            rows = _in_shape(part, (*whole.shape[:along], size, *whole.shape[along + 1 :]))
-            return lax.dynamic_update_slice_in_dim(whole, rows, i * size, along)
+        def added(so_far: jax.Array, part: jax.Array) -> jax.Array:
+            return (self._joins(v) or lax.add_p).bind(so_far, part.astype(so_far.dtype))
 
-        return append(eqns, written, (so_far, made, index), maker)
-
-    def _along(self, dimension: int) -> int:
-        """Return the dimension of a part's rows."""
-        return dimension + (self.region.parts > 1)
+        return append(eqns, added, (so_far, made), maker)
 
     def _reader(self, v: jex.Var) -> jex.JaxprEqn:
         return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.rules)
@@ -462,7 +395,7 @@ class _ScannedChunks(_Chunks):
         self.opens = True
         self.carried = [v for v in self.leaves if self.dimension[v] is None]
         self.stacked = [v for v in self.leaves if self.dimension[v] is not None]
-        self.rows = [a for a in self.parted if self.dimension.get(a) is not None]
+        self.scanned = [a for a in self.parted if self.dimension.get(a) is not None]
         self.whole = [a for a in self.parted if self.dimension.get(a) is None]
 
     def _added_to(self, v: jex.Var, before: Collection[int]) -> None:
@@ -484,7 +417,7 @@ class _ScannedChunks(_Chunks):
             made = jex.jaxpr_as_fun(body)(each[0], *state, *whole, *each[1])
             return made[: len(state)], made[len(state) :]
 
-        rows = [self._in_chunks(env[a], self._dimension(a)) for a in self.rows]
+        rows = [self._in_chunks(env[a], self._dimension(a)) for a in self.scanned]
         state, stacks = lax.scan(step, start, (indices, rows))
         sums = (a.astype(shaped(v).dtype) for a, v in zip(state, self.carried, strict=True))
         joined = (self._joined(a, self._dimension(v)) for a, v in zip(stacks, self.stacked, strict=True))
@@ -498,8 +431,8 @@ class _ScannedChunks(_Chunks):
         state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.carried]
         so_far = dict(zip(self.carried, state, strict=True))
         whole = [_compat.new_var(_strong(shaped(a), _sum_type(shaped(a).dtype))) for a in self.whole]
-        rows = [_compat.new_var(self._aval(a, self._dimension(a), {})) for a in self.rows]
-        env: dict[Any, Any] = dict(zip((*self.whole, *self.rows), (*whole, *rows), strict=True))
+        rows = [_compat.new_var(self._aval(a, self._dimension(a), {})) for a in self.scanned]
+        env: dict[Any, Any] = dict(zip((*self.whole, *self.scanned), (*whole, *rows), strict=True))
         for a, v in zip(self.whole, whole, strict=True):
             if (dtype := shaped(a).dtype) != shaped(v).dtype:
                 env[a] = append(eqns, lambda x, dtype=dtype: x.astype(dtype), (v,), self._reader(a))
@@ -558,7 +491,3 @@ def _strong(aval: Aval, dtype: DType) -> Any:
 
 def _moves(eqn: jex.JaxprEqn) -> bool:
     return (is_light(eqn) or is_placing(eqn)) and not is_loop_edge(eqn)
-
-
-def _in_shape(a: jax.Array, shape: Sequence[int]) -> jax.Array:
-    return a if a.shape == tuple(shape) else lax.reshape(a, shape)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jaxremat
+from jaxremat._program._windows import WindowRule
 from jaxremat._rewrite import _halos, _row_regions
 from jaxremat._rewrite._halos import Halos
 from jaxremat._rewrite._kernel_choice import equivalence
@@ -138,7 +139,11 @@ NETS: list[tuple[Callable[..., Any], int]] = [
 ]  # fmt: skip
 
 
-def step_of(net: Callable[..., Any], rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def step_of(
+    net: Callable[..., Any], rows: int, of_image: bool = True
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step that trains a net's weights, and the image that it is of."""
+
     def made(i: int, *shape: int) -> Any:
         return jnp.asarray(0.3 * np.random.default_rng(i).standard_normal(shape), jnp.float32)
 
@@ -151,10 +156,15 @@ def step_of(net: Callable[..., Any], rows: int) -> tuple[Callable[..., Any], tup
     ]
 
     def step(w: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda w, x: (net(w, x) ** 2).mean(), (0, 1))(w, x)
-        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, (w, x), grads)
+        trained = (0, 1) if of_image else (0,)
+        loss, grads = jax.value_and_grad(lambda w, x: (net(w, x) ** 2).mean(), trained)(w, x)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, (w, x)[: len(trained)], grads)
 
     return step, (w, made(5, 1, rows, 16, 3))
+
+
+def is_convolution(eqn: Any) -> bool:
+    return eqn.primitive.name == "conv_general_dilated"
 
 
 def regions_of(step: Any, args: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Region]]:
@@ -163,16 +173,19 @@ def regions_of(step: Any, args: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[A
     return traced.merged.program, [region for region in traced.sites.regions if region.windowed]
 
 
+@pytest.mark.parametrize("of_image", [True, False], ids=["image", "weights"])
 @pytest.mark.parametrize(("net", "rows"), NETS, ids=[f"{net.__name__} {rows}" for net, rows in NETS])
-def test_results_are_the_same(net: Callable[..., Any], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, args = step_of(net, rows)
+def test_results_are_the_same(
+    net: Callable[..., Any], rows: int, of_image: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, args = step_of(net, rows, of_image)
     program, found = regions_of(step, args, monkeypatch)
     assert found and found[0].whole
     for i, eqn in enumerate(program.eqns):
         is_pad = eqn.primitive.name == "pad" and eqn.outvars[0].aval.shape[:1] == (1,)
-        assert i in found[0].rules or not (is_pad or eqn.primitive.name == "conv_general_dilated")
+        assert i in found[0].rules or not (is_pad or is_convolution(eqn))
     proof, wanted = equivalence(program.closed), run(program.closed, args)
-    for count in (2, 3, 4):
+    for count in (2, 3, 4) if of_image else (2, 3):
         made = chunked(program, [(found[0], count)]).closed
         for a, b in zip(wanted, run(made, args), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
@@ -186,6 +199,18 @@ def test_values_without_rows_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert not regions_of(*step_of(empty, 32), monkeypatch)[1]
 
 
+@pytest.mark.parametrize(("of_image", "rows"), [(False, 16 + 2 * 2), (True, 16 + 2 * 5)])
+def test_what_parts_add_needs_no_more_of_the_forward_pass(
+    of_image: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of weights are sums; of the image a part has its own rows, for which it does more of all others."""
+    program, found = regions_of(*step_of(same, 32, of_image), monkeypatch)
+    made = chunked(program, [(found[0], 2)]).closed
+    (loop,) = (eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan")
+    done = [eqn.outvars[0].aval.shape for eqn in loop.params["jaxpr"].jaxpr.eqns if is_convolution(eqn)]
+    assert max(shape[1] for shape in done if shape[0] == 1) == rows
+
+
 def without_masks(halos: Any, eqns: Any, env: Any, v: Any, halo: Any, fill: Any, *others: Any) -> Any:
     del fill
     return SLAB(halos, eqns, env, v, halo, None, *others)
@@ -195,22 +220,35 @@ def one_row_on(halos: Any, whole: Any, i: Any, v: Any) -> Any:
     return READ(halos, jnp.roll(whole, 1, 1), i, v)
 
 
-def with_its_halo(eqn: Any, rule: Any, k: int, halo: Any, scale: Any) -> Any:
+def with_its_halo(eqn: Any, rule: Any, *others: Any) -> Any:
     """A sum of what other parts add too."""
-    before, behind = WANTED(eqn, rule, k, halo, scale)
+    before, behind = WANTED(eqn, rule, *others)
     return (before + 1, behind) if rule.summed else (before, behind)
 
 
-SLAB, READ, WANTED = Halos.slab, Halos.read, _halos.wanted
-WRONG = {"slab": without_masks, "read": one_row_on, "wanted": with_its_halo}
+def less_a_row(rule: Any, operand: Any) -> Any:
+    """Of what a part adds to rows around its own."""
+    (before, behind), (low, high) = REACHED(rule, operand)
+    return (before - 1, behind), (low - rule.stride, high)
 
 
-@pytest.mark.parametrize("name", WRONG)
+SLAB, READ, WANTED, REACHED = Halos.slab, Halos.read, _halos.wanted, WindowRule.reached
+WRONG = [
+    (Halos, "slab", without_masks, True), (Halos, "slab", without_masks, False), (Halos, "read", one_row_on, True),
+    (_halos, "wanted", with_its_halo, True), (WindowRule, "reached", less_a_row, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "wrong", "of_image"), WRONG, ids=[f"{each[1]} {each[3]}" for each in WRONG]
+)
 @pytest.mark.parametrize("rows", [32, 37])
-def test_what_is_wrong_is_not_proved(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, args = step_of(with_bias, rows)
+def test_what_is_wrong_is_not_proved(
+    place: Any, name: str, wrong: Any, of_image: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, args = step_of(with_bias, rows, of_image)
     program, found = regions_of(step, args, monkeypatch)
-    monkeypatch.setattr(_halos if name == "wanted" else Halos, name, WRONG[name])
+    monkeypatch.setattr(place, name, wrong)
     made = chunked(program, [(found[0], 3)]).closed
     assert not np.allclose(run(program.closed, args)[1], run(made, args)[1], rtol=1e-3)
     assert equivalence(program.closed).difference(made) is not None

@@ -87,7 +87,7 @@ def test_a_last_part_that_overlaps_counts_rows_once(loss: Any, batch: int, chunk
 
 def test_without_zeros_for_rows_of_before_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     program, (region,) = sites(descent(mean_square), arguments(31), whole=True)
-    monkeypatch.setattr("jaxremat._rewrite._row_chunks._Chunks._mask", lambda *_: None)
+    monkeypatch.setattr("jaxremat._rewrite._row_parts.RowParts.mask", lambda *_: None)
     assert equivalence(program.closed).difference(chunked(program, [(region, 4)]).closed) is not None
 
 

@@ -1,0 +1,127 @@
+"""Axis in parts, the dimension it is in values -> which rows a loop over the parts reads, makes and writes of each.
+
+A part has as many rows of a value as of any other, or a multiple. Where their number is not that of all rows the last
+part begins earlier, and does some rows that the one before did: written, they are the same, and sums have zeros for
+them. `_halos` has parts that read rows of their neighbours besides.
+
+Invariant: what the parts write of a value is each of its rows, and a sum has each once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from .._program._axes import BatchingRule, Parts, is_scattered
+from .._program._compat import Atom, shaped
+from .._program._flops import aval_nbytes
+from ._loop_inlining import append
+
+
+class RowParts:
+    """The rows that one loop over parts does of each value.
+
+    **Arguments:** `dimension` of the rows in values; `pieces` in which these lie, each on devices of their own: a part
+    has rows of each.
+    """
+
+    def __init__(self, dimension: Mapping[Atom, int | None], parts: Parts, pieces: int = 1):
+        self.dimension = {v: d for v, d in dimension.items() if d is not None}
+        self.parts, self.pieces = parts, pieces
+
+    def rows(self, v: jex.Var) -> int:
+        """Return how many rows of a value a part does."""
+        return self.parts.of(shaped(v).shape[self.dimension[v]])
+
+    def part(self, v: jex.Var) -> tuple[int, ...]:
+        """Return the shape of a part of a value."""
+        return self._resized(v, self.rows(v))
+
+    def read_shape(self, v: jex.Var) -> tuple[int, ...]:
+        """Return the shape in which a value is read: its pieces are a dimension of their own, so that each device has
+        its rows of every part.
+        """
+        shape, d = tuple(shaped(v).shape), self.dimension.get(v)
+        if d is None or self.pieces == 1:
+            return shape
+        return (*shape[:d], self.pieces, shape[d] // self.pieces, *shape[d + 1 :])
+
+    def written_shape(self, v: jex.Var) -> tuple[int, ...]:
+        """Return the shape in which parts are written."""
+        return self.read_shape(v)
+
+    def read(self, whole: jax.Array, i: jax.Array, v: jex.Var) -> jax.Array:
+        """Return a part."""
+        axis = self.dimension[v] + (self.pieces > 1)
+        size = self.parts.of(whole.shape[axis])
+        return in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, axis), self.part(v))
+
+    def around(
+        self,
+        eqns: list[jex.JaxprEqn],
+        env: dict[Any, Any],
+        eqn: jex.JaxprEqn,
+        rule: BatchingRule,
+        invars: list[Atom],
+        index: jex.Var,
+        joins: jex.Primitive | None,
+    ) -> dict[str, Any]:
+        """Return the parameters of an equation of a part, and let its operands have the rows for it.
+
+        **Arguments:** `joins` what its results are put together with, if not by adding them up.
+        """
+        if rule.summed and joins is None and self.parts.again(self.parts.rows):
+            self.mask(eqns, eqn, rule, invars, index)
+        return rule.in_chunk(eqn, self.parts)
+
+    def mask(
+        self,
+        eqns: list[jex.JaxprEqn],
+        eqn: jex.JaxprEqn,
+        rule: BatchingRule,
+        invars: list[Atom],
+        index: jex.Var,
+    ) -> None:
+        """Let a sum have zeros for the rows that the part before has added, in the smallest of its operands."""
+        able = [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
+        k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
+        d = rule.operands[k]
+        assert d is not None
+        size, rows = shaped(invars[k]).shape[d], shaped(eqn.invars[k]).shape[d]
+        rest = (self.parts.count - 1) * size - self.parts.again(rows)  # where the last part begins
+
+        def masked(part: jax.Array, i: jax.Array) -> jax.Array:
+            at = lax.broadcasted_iota(jnp.int32, part.shape, d)
+            return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
+
+        invars[k] = append(eqns, masked, (invars[k], index), eqn)
+
+    def own(
+        self, eqns: list[jex.JaxprEqn], made: Atom, v: jex.Var, index: jex.Var, maker: jex.JaxprEqn
+    ) -> Atom:
+        """Return what is written of a part."""
+        del eqns, v, index, maker
+        return made
+
+    def written(self, whole: jax.Array, part: jax.Array, i: jax.Array, v: jex.Var) -> jax.Array:
+        """Return a value with the part in its place."""
+        axis = self.dimension[v] + (self.pieces > 1)
+        size = part.shape[self.dimension[v]] // self.pieces
+        rows = in_shape(part, (*whole.shape[:axis], size, *whole.shape[axis + 1 :]))
+        return lax.dynamic_update_slice_in_dim(whole, rows, i * size, axis)
+
+    def all(self, whole: jax.Array, v: jex.Var) -> jax.Array:
+        """Return a value of which all parts are written."""
+        return in_shape(whole, shaped(v).shape)
+
+    def _resized(self, v: jex.Var, rows: int) -> tuple[int, ...]:
+        shape, d = shaped(v).shape, self.dimension[v]
+        return (*shape[:d], rows, *shape[d + 1 :])
+
+
+def in_shape(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return an array in a shape."""
+    return a if a.shape == tuple(shape) else lax.reshape(a, shape)
