@@ -607,7 +607,7 @@ def test_scans_stack_only_what_is_read() -> None:
     read = {a for eqn in found.jaxpr.jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
     read |= {a for a in found.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
     scans = [eqn for eqn in found.jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert [len(eqn.outvars) for eqn in written.jaxpr.eqns if eqn.primitive.name == "scan"][0] > 1
+    assert next(len(eqn.outvars) for eqn in written.jaxpr.eqns if eqn.primitive.name == "scan") > 1
     assert len(scans) == 1 and read.issuperset(scans[0].outvars)
     for got, wanted in zip(evaluated(jex.jaxpr_as_fun(runnable(found)))(*args), recycled(*args), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
