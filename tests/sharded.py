@@ -45,7 +45,6 @@ from jaxremat._plan import _ledger
 from jaxremat._plan._problem import Problem
 from jaxremat._program import _compat
 from jaxremat._rewrite._loop_closing import close_loops
-from jaxremat._rewrite._sinking import sink
 from jaxremat._rewrite._trace import trace
 from jaxremat._solver import _milp
 
@@ -502,7 +501,7 @@ def attention(case: str) -> dict[str, Any]:
 def closed(form: Any) -> Any:
     """The program of a form, with its loops closed."""
     jaxpr = form.jaxpr.jaxpr
-    eqns = close_loops(*sink(jaxpr.eqns, form.loop_of, form.loops), form.loops)
+    eqns = close_loops(jaxpr.eqns, form.loop_of, form.loops)
     return _compat.new_jaxpr(jaxpr.constvars, form.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
 
 

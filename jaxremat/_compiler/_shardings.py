@@ -29,7 +29,6 @@ from .._program._compat import Args, Atom, Kwargs, shaped
 from .._program._flops import aval_nbytes, eqn_flops
 from .._program._sharding_propagation import Layout, propagated
 from .._rewrite._loop_closing import close_loops
-from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase
 from ._program import Program, device_count
@@ -244,7 +243,7 @@ def _numbered(traced: Traced) -> jex.ClosedJaxpr:
     """Return the step with its loops closed, and each equation's index in its name stack."""
     jaxpr = traced.jaxpr.jaxpr
     named = [_compat.in_scope(eqn, f"#{i}") for i, eqn in enumerate(jaxpr.eqns)]
-    eqns = close_loops(*sink(named, traced.loop_of, traced.loops), traced.loops)
+    eqns = close_loops(named, traced.loop_of, traced.loops)
     return _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
 
 

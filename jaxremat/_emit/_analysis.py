@@ -16,7 +16,6 @@ from .._model._primitive_names import FETCH, PUT
 from .._model._schedule import Schedule
 from .._program import _compat
 from .._program._primitives import is_relabelling
-from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from ._hoisting import Hazards, is_zero
 
@@ -92,11 +91,6 @@ class Analysis:
     def passes(self) -> Sequence[LaterPass]:
         """The passes of steps that differentiate several times."""
         return later_passes(self.graph)
-
-    @cached_property
-    def sunk(self) -> frozenset[Var]:
-        """What iterations make themselves."""
-        return frozenset(sunk_values(self.source, self.traced.loop_of, self.traced.loops))
 
     @cached_property
     def hazards(self) -> Hazards:

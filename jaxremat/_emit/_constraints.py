@@ -317,7 +317,7 @@ def _held(
     host's memory behind it.
     """
     source, graph = step.source, step.graph
-    made = {v for n in cloned for v in source[n].outvars} | step.sunk
+    made = {v for n in cloned for v in source[n].outvars}
     found: list[Var] = []
     for n in cloned:
         if is_loop_edge(source[n]):

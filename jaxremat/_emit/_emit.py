@@ -34,7 +34,6 @@ from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._kernel_choice import replaced
 from .._rewrite._loop_closing import close_loops, without_unread
-from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._analysis import Analysis
@@ -78,8 +77,7 @@ def emit(
         planned = traced.jaxpr
     else:
         written = write(Analysis(traced, graph, schedule, combined=fence == COMBINED))
-        outvars = written.outvars
-        eqns, loop_of = sink(written.eqns, written.loop_of, traced.loops)
+        eqns, loop_of, outvars = written.eqns, written.loop_of, written.outvars
         if detached:
             eqns, loop_of, outvars = detach(eqns, loop_of, traced.loops, outvars, detached)
         eqns = close_loops(

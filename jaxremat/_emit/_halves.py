@@ -16,7 +16,6 @@ from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._flat_program import within
 from .._rewrite._loop_closing import close_loops, without_unread
-from .._rewrite._sinking import sink
 from ._analysis import Analysis
 from ._emit import write
 from ._joint import Joint
@@ -45,7 +44,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]
     written = write(Analysis(traced, graph, schedule, cotangents=cotangents))
     results, gradients = written.outvars[: joint.results], written.outvars[joint.results :]
-    eqns = close_loops(*sink(written.eqns, written.loop_of, traced.loops), traced.loops)
+    eqns = close_loops(written.eqns, written.loop_of, traced.loops)
     forward_loops = written.loop_of[: written.forward_count]
     outermost = {loop for each in forward_loops for loop in within(each, traced.loops)[-1:]}
     single = sum(loop < 0 for loop in forward_loops)

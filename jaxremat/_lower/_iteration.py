@@ -34,7 +34,6 @@ from .._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED, Loop, with_eqn
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import before_barriers, closed_within, name_before, scan_of
 from .._rewrite._loop_inlining import append, operands, row_at, row_written
-from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
 
 
@@ -146,7 +145,7 @@ def _iterations(
     """Return one iteration of each of these loops as a program."""
     sections: dict[int, list[jex.JaxprEqn]] = {loop: [] for loop in places}
     slices: dict[jex.Var, tuple[jex.JaxprEqn, int]] = {}
-    for eqn, loop in zip(*sink(eqns, loop_of, loops), strict=True):
+    for eqn, loop in zip(eqns, loop_of, strict=True):
         if loop in sections:
             sections[loop].append(eqn)
         if is_loop_slice(eqn):

@@ -13,23 +13,15 @@ from .._runtime._mechanisms import mechanism
 from ._kernel_prices import behind_views
 
 
-def crossing_values(
-    eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
-) -> set[int]:
-    """Return what loops read from outside: it is there while they run; of what iterations make themselves what that
-    reads.
+def crossing_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+    """Return what loops read from outside: it is there while they run.
 
     What they read of the forward loop around by a name of the backward loop around (see `_inner_loops`) is there by
     that name: a row of a stack, or what was recomputed.
     """
     found: set[int] = set()
     for node, eqn in zip(nodes, eqns, strict=True):
-        read, waiting = {*node.inputs}, [*sunk.intersection(node.inputs)]
-        while waiting:
-            made_of = set(nodes[values[waiting.pop()].producer].inputs) - read
-            read |= made_of
-            waiting += made_of & sunk
-        for v in read - sunk:
+        for v in node.inputs:
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
             if outside and (not values[v].length or is_loop_edge(eqn)):

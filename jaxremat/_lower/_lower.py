@@ -38,7 +38,6 @@ from .._program._row_indices import batched_indices
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._kernel_choice import replaced
-from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._epilogues import sums_of_scattered, written_sums
@@ -153,12 +152,10 @@ def lower(
             in_memory |= written_sums(jaxpr.eqns, nodes, values)
         else:
             in_memory |= _unnamed(nodes, written.sizes)
-    sunk = frozenset(index[v] for v in sunk_values(jaxpr.eqns, traced.loop_of, traced.loops))
-    in_memory -= sunk
     sums = sums_of_scattered(jaxpr.eqns, nodes)
     in_memory = in_memory - sums.keys() | set(sums.values())
     nodes = [replace(n, fusion_root=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
-    crossing = crossing_values(jaxpr.eqns, nodes, values, sunk)
+    crossing = crossing_values(jaxpr.eqns, nodes, values)
     exact = [each for each in traced.program.encoded if each.exact]
     crossing.update(index[v] for each in exact if index[each.decoded] in crossing for v in each.parts)
     in_memory |= crossing | carried_values(jaxpr.eqns, nodes)

@@ -1,9 +1,9 @@
-"""Sections of equations -> the same, where iterations make for themselves what grows out of little, or of nothing.
+"""Scans that are not inlined -> the same, where iterations make for themselves what grows out of little, or of nothing.
 
 JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
-that masked scores are replaced by. There it fills memory from before the loop to its end, and each iteration's kernels
-read it. Made within the iteration it is part of those kernels, which read the little. A scan that is to be cut into
-levels is not inlined in all of them: its body makes them itself. Law: the same results.
+that masked scores are replaced by. Attention whose mask is an array from outside has that array for an operand; with
+the mask made in the body it reads positions alone (see `_attention`), and nothing is as large as the scores. Law: the
+same results.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,6 @@ from .._program._primitives import (
     runs_once,
 )
 from .._runtime._mechanisms import mechanism
-from ._flat_program import Loop, within
 
 GROWTH = 8
 """An array grows out of little if what it is made of has at most this part of its bytes."""
@@ -39,60 +38,10 @@ def grows(eqn: jex.JaxprEqn) -> bool:
     return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
 
 
-@mechanism("what iterations make themselves", off=lambda *_: frozenset())
-def sunk_values(
-    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
-) -> frozenset[Any]:
-    """Return the variables that grow out of little outside of a loop whose iterations read them, each in a kernel
-    that can.
-    """
-    made = _makers(eqns, loop_of)
-    stored = {a for eqn in eqns if _in_memory(eqn) for a in _compat.variables(eqn.invars)}
-    reads = ((a, n) for eqn, n in zip(eqns, loop_of, strict=True) if not _in_memory(eqn) for a in eqn.invars)
-    found = {a for a, n in reads if n >= 0 and _around(made, a, n, loops)} - stored
-    waiting = list(found)
-    while waiting:
-        more = {
-            a for a in _compat.variables(made[waiting.pop()].eqn.invars) if a in made and made[a].constant
-        }
-        waiting.extend(more - found - stored)
-        found |= more - stored
-    return frozenset(found)
-
-
-def sink(
-    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
-) -> tuple[list[Any], list[int]]:
-    """Return equations, and the loop of each, where iterations make such values themselves."""
-    made = _makers(eqns, loop_of)
-    sunk = sunk_values(eqns, loop_of, loops)
-    found: list[Any] = []
-    places: list[int] = []
-    clones: dict[tuple[Any, int], Any] = {}
-
-    def within(a: Atom, loop: int) -> Atom:
-        """Return what the variable is called in the loop, where it is made if need be."""
-        if _compat.is_literal(a) or a not in sunk or not _around(made, a, loop, loops):
-            return a
-        if (a, loop) not in clones:
-            clones[a, loop] = _compat.new_var(a.aval)
-            eqn = made[a].eqn
-            invars = [within(b, loop) for b in eqn.invars]
-            found.append(eqn.replace(invars=invars, outvars=[clones[a, loop]]))
-            places.append(loop)
-        return clones[a, loop]
-
-    for eqn, loop in zip(eqns, loop_of, strict=True):
-        if loop >= 0 and not sunk.isdisjoint(_compat.variables(eqn.invars)):
-            eqn = eqn.replace(invars=[within(a, loop) for a in eqn.invars])
-        found.append(eqn)
-        places.append(loop)
-    return found, places
-
-
+@mechanism("what iterations make themselves", off=lambda eqns, _: list(eqns))
 def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[jex.JaxprEqn]:
-    """Return equations of which the chosen scans, which are not inlined, make such values themselves."""
-    made = _makers(eqns, [-1] * len(eqns))
+    """Return equations of which the chosen scans make such values themselves."""
+    made = _makers(eqns)
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
 
@@ -150,33 +99,25 @@ def _stored(jaxpr: jex.Jaxpr) -> set[jex.Var]:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What makes a variable: the equation, its loop, and whether it is made of constants alone."""
+    """What makes a variable: the equation, and whether it is made of constants alone."""
 
     eqn: Any
-    loop: int
     constant: bool
 
 
-def _makers(eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int]) -> dict[Any, _Made]:
+def _makers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, _Made]:
     """Return the variables that grow out of little, and those that take nothing but cheap pointwise work on
     constants.
     """
     made: dict[Any, _Made] = {}
-    for eqn, loop in zip(eqns, loop_of, strict=True):
+    for eqn in eqns:
         constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
         constant = constant and not (
             is_fusion_root(eqn) or is_costly(eqn) or runs_once(eqn) or _in_memory(eqn)
         )
         if len(eqn.outvars) == 1 and (constant or grows(eqn)):
-            made[eqn.outvars[0]] = _Made(eqn, loop, constant)
+            made[eqn.outvars[0]] = _Made(eqn, constant)
     return made
-
-
-def _around(made: Mapping[jex.Var, _Made], atom: Atom, loop: int, loops: Sequence[Loop]) -> bool:
-    """Return whether a variable of these is made in the body around a loop, or further out."""
-    if _compat.is_literal(atom) or atom not in made:
-        return False
-    return made[atom].loop in (*within(loop, loops)[1:], -1)
 
 
 def _in_memory(eqn: jex.JaxprEqn) -> bool:

@@ -65,23 +65,3 @@ def test_the_predicted_peak_has_all_of_them() -> None:
     peak = simulate(graph, save_all(graph)).peak_nbytes
     compiled = MemoryStats.of(compile_plain(case, case.make_args())).peak_nbytes
     assert abs(peak - compiled) < MATRIX
-
-
-def test_what_little_is_made_of_is_there_for_a_loop_that_makes_it() -> None:
-    """Positions grow out of an `iota` in several steps, in iterations too; it is in memory, because a sort reads it."""
-
-    def step(ws: jax.Array, x: jax.Array) -> jax.Array:
-        rows = jnp.arange(16)
-
-        def layer(h: jax.Array, w: jax.Array) -> jax.Array:
-            return h + jnp.sin(h @ w).at[rows].add(h[rows] ** 2)
-
-        def loss(ws: jax.Array) -> jax.Array:
-            h = layer(x[lax.sort((x[:, 0], rows), num_keys=1)[1]], ws[0])
-            return (lax.scan(lambda h, w: (layer(h, w), None), h, ws)[0] ** 2).sum()
-
-        return jax.grad(loss)(ws)
-
-    found = trace(jax.jit(step), (jnp.ones((4, 8, 8)), jnp.ones((16, 8))), {})
-    (made,) = (n for n in lower(found, CPU, base_nbytes=0).nodes if n.primitive == "iota")
-    assert made.loop < 0 and not made.repeatable

@@ -1,5 +1,6 @@
-"""What grows out of little is made by each iteration that reads it, and stands in no memory before the loop."""
+"""What grows out of little is made by iterations of loops that are not inlined, and stands in no memory before them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,11 +15,15 @@ from zoo_loops import LAYERS
 from jaxremat import close_over_dependencies
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._model._variant import ATTENTION, Choice
 from jaxremat._program import _compat
-from jaxremat._rewrite._sinking import grows, sunk_values
+from jaxremat._program._compat import shaped
+from jaxremat._program._primitives import inner_eqns
+from jaxremat._runtime._mechanisms import switched_off
 
 HEADS, LENGTH, DEPTH = 8, 32, 16
 SCORES = (HEADS, LENGTH, LENGTH)
+LEVELS = of_levels((2, LAYERS // 2))
 
 
 def attend(x: jax.Array, w: jax.Array, filled: jax.Array) -> jax.Array:
@@ -47,21 +52,10 @@ def constants(scan: Any) -> list[tuple[int, ...]]:
     return [a.aval.shape for a in scan.invars[: _compat.scan_counts(scan)[0]]]
 
 
-def test_masks_are_made_by_the_iterations_that_read_them() -> None:
-    found = traced(CASE)
-    assert any(SCORES in constants(scan) for scan in scans(found.closed))  # what JAX makes of it
-    graph = lower(found, CPU, base_nbytes=0)
-    for saved in ((), graph.residuals):
-        planned = emit(found, graph, close_over_dependencies(graph, saved))
-        assert scans(planned)
-        assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
-        assert_computes(planned, CASE.step, CASE.make_args())
-
-
 def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
     """Of their scans the outermost of the forward pass is not inlined, and read masks like any operand."""
     plain = traced(CASE)
-    found = plain.in_form(of_levels((2, LAYERS // 2)))
+    found = plain.in_form(LEVELS)
     assert found.loops
     outside = [e for e, loop in zip(found.jaxpr.jaxpr.eqns, found.loop_of, strict=True) if loop < 0]
     assert not any(v.aval.shape == SCORES for eqn in outside for v in eqn.outvars)
@@ -71,20 +65,15 @@ def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
     assert_computes(planned, CASE.step, CASE.make_args())
 
 
-def test_what_a_product_reads_is_made_once() -> None:
-    found = traced(CASE)
-    eqns = found.jaxpr.jaxpr.eqns
-    outside = {e.outvars[0] for e, loop in zip(eqns, found.loop_of, strict=True) if loop < 0 and grows(e)}
-    sunk = sunk_values(eqns, found.loop_of, found.loops)
-    assert {v.aval.shape for v in sunk} >= {SCORES}
-    assert (HEADS, LENGTH, DEPTH) in {v.aval.shape for v in outside - sunk}
+def test_attention_reads_no_mask_in_levels() -> None:
+    """The mask is made where its rows are read, so that nothing is as large as the scores."""
+    plain = traced(CASE)
+    form = replace(LEVELS, choices=(*LEVELS.choices, Choice(ATTENTION, 0, (1,))))
 
+    def made() -> set[tuple[int, ...]]:
+        eqns = plain.in_form(form).jaxpr.jaxpr.eqns
+        return {shaped(v).shape[-3:] for eqn in eqns for e in (eqn, *inner_eqns(eqn)) for v in e.outvars}
 
-def test_they_take_no_memory_and_nothing_saves_them() -> None:
-    found = traced(CASE)
-    graph = lower(found, CPU, base_nbytes=0)
-    sunk = sunk_values(found.jaxpr.jaxpr.eqns, found.loop_of, found.loops)
-    made = {e.outvars[0]: n.outputs[0] for e, n in zip(found.jaxpr.jaxpr.eqns, graph.nodes, strict=True)}
-    assert sunk
-    assert not any(graph.values[made[v]].materialised for v in sunk)
-    assert not {made[v] for v in sunk} & set(graph.residuals)
+    assert SCORES not in made()
+    with switched_off("what iterations make themselves"):
+        assert SCORES in made()
