@@ -26,22 +26,20 @@ SCORES = (HEADS, LENGTH, LENGTH)
 LEVELS = of_levels((2, LAYERS // 2))
 
 
-def attend(x: jax.Array, w: jax.Array, filled: jax.Array) -> jax.Array:
-    """Causal attention of an array [heads, length, depth]; `filled` is added as a matrix product's operand."""
+def attend(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Causal attention of an array [heads, length, depth]."""
     seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
     scores = jnp.where(seen, (x @ w) @ x.swapaxes(1, 2), jnp.finfo(x.dtype).min)
-    return x + jax.nn.softmax(scores) @ x + filled @ w
+    return x + jax.nn.softmax(scores) @ x
 
 
-def loss(params: Any, batch: Any) -> jax.Array:
-    filled = jnp.full((HEADS, LENGTH, DEPTH), params["fill"])
-    x, _ = lax.scan(lambda x, w: (attend(x, w, filled), None), batch, params["layers"])
+def loss(layers: jax.Array, batch: Any) -> jax.Array:
+    x, _ = lax.scan(lambda x, w: (attend(x, w), None), batch, layers)
     return jnp.mean(x**2)
 
 
 def make_args() -> tuple[Any, Any]:
-    layers = DEPTH**-0.5 * _normal((LAYERS, DEPTH, DEPTH), 1)
-    return {"layers": layers, "fill": jnp.float32(0.1)}, _normal((HEADS, LENGTH, DEPTH), 2)
+    return DEPTH**-0.5 * _normal((LAYERS, DEPTH, DEPTH), 1), _normal((HEADS, LENGTH, DEPTH), 2)
 
 
 CASE = Case("attention", _sgd(loss), make_args)
