@@ -247,6 +247,7 @@ PLAIN_PASSES = (
             with_eqns(program.closed, without_unread(program.eqns, program.closed.jaxpr.outvars, {"scan"}))
         ),
         "No scan stacks what nobody reads, as JAX does for gradients that end in a `stop_gradient`.",
+        lambda task: not task.source.respect_checkpoint,  # bodies stay as they are
     ),
     Pass(
         "pooling",

@@ -416,7 +416,7 @@ def test_a_refusal_says_that_the_hosts_budget_leaves_no_room_for_values() -> Non
     for room, said in (("64MiB", True), (True, False)):
         with pytest.raises(jaxremat.InfeasibleBudgetError) as refused:
             jaxremat.plan(mlp, *LARGE["matrices"], offload=room, **options)
-        assert ("`offload` leaves 64.0 MiB to values" in str(refused.value)) == said
+        assert ("`offload` leaves 64.0 MiB of host memory for values" in str(refused.value)) == said
 
 
 @pytest.mark.parametrize(
