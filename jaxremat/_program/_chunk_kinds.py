@@ -12,13 +12,22 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
+from . import _compat
 from ._axes import BILINEAR, LINEAR, BatchingRule
-from ._compat import DType, shaped
+from ._compat import AbstractValue, DType, shaped
 from ._value_numbers import Affine, Values
 
 
 class OtherLoopError(Exception):
     """This is no loop over chunks, for all that is known."""
+
+
+class Wanted(Exception):  # noqa: N818 (it asks)
+    """An operand of a body has to have rows, or to be a sum where no dimension of these is named."""
+
+    def __init__(self, place: int, dimension: int | None):
+        super().__init__()
+        self.place, self.dimension = place, dimension
 
 
 Number = Callable[[Any, list[int]], Sequence[int]]
@@ -215,3 +224,8 @@ def linear_in(eqn: jex.JaxprEqn, sums: Sequence[bool]) -> range | None:
 
 def _are(kind: Any, types: Sequence[DType]) -> bool:
     return all(jnp.issubdtype(each, kind) for each in types)
+
+
+def variable(aval: AbstractValue) -> jex.Var:
+    """Return a variable of a type; over which devices its values vary is not looked at."""
+    return _compat.new_var(_compat.unvaried(aval))

@@ -45,6 +45,7 @@ from ._chunk_kinds import (
     Rows,
     Slab,
     Sum,
+    Wanted,
     Whole,
     Written,
     is_rule,
@@ -52,9 +53,10 @@ from ._chunk_kinds import (
     parts_place,
     place_of,
     stacked,
+    variable,
 )
 from ._chunk_slabs import Slabs
-from ._compat import AbstractValue, AnyJaxpr, Atom, SourceInfo, shaped
+from ._compat import AnyJaxpr, Atom, SourceInfo, shaped
 from ._inline import followed
 from ._primitives import runs_once
 from ._splice import inlined, needed, typed
@@ -72,7 +74,7 @@ def of_all_rows(
     consts, carries = _compat.scan_counts(eqn)
     closed = eqn.params["jaxpr"]
     inner = _compat.opened(closed)[0].invars
-    variables = [_variable(a.aval) for a in inner[: consts + carries]]
+    variables = [variable(a.aval) for a in inner[: consts + carries]]
     loop = _Chunks(eqn.params["length"], places)
     loop.begin = variables[consts:]
     loop.known = dict(zip(variables, operands, strict=True))
@@ -87,17 +89,9 @@ def of_all_rows(
         results += [loop.stack(kind, shaped(v).shape, eqn.source_info) for kind, v in stacks]
         made = loop.program(variables, results)
         _compat.check_jaxpr(made)
-    except (OtherLoopError, _Wanted, TypeError, ValueError):
+    except (OtherLoopError, Wanted, TypeError, ValueError):
         return None
     return made
-
-
-class _Wanted(Exception):  # noqa: N818 (it asks)
-    """An operand of a body has to have rows, or to be a sum where no dimension of these is named."""
-
-    def __init__(self, place: int, dimension: int | None):
-        super().__init__()
-        self.place, self.dimension = place, dimension
 
 
 class _Chunks:
@@ -137,7 +131,7 @@ class _Chunks:
         if not self._is_chunk(shape[d], scanned.rows):
             raise OtherLoopError
         shape[d] = scanned.rows
-        v = _variable(chunk.aval.update(shape=tuple(shape)))
+        v = variable(chunk.aval.update(shape=tuple(shape)))
         self.known[v] = scanned.number
         return Rows(v, d)
 
@@ -159,7 +153,7 @@ class _Chunks:
         jaxpr, consts = _compat.opened(closed)
         env: dict[Any, Kind] = dict(zip(jaxpr.invars, given, strict=True))
         for v, const in zip(jaxpr.constvars, consts, strict=True):
-            env[v] = Whole(self.consts.setdefault(id(const), (_variable(v.aval), const))[0])
+            env[v] = Whole(self.consts.setdefault(id(const), (variable(v.aval), const))[0])
 
         return followed(jaxpr, env, Whole, self.body, self._results)
 
@@ -205,7 +199,7 @@ class _Chunks:
 
     def made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[jex.Var]:
         """Append an equation of these operands, and return its results."""
-        outvars = [_variable(v.aval) for v in changed.pop("like", eqn.outvars)]
+        outvars = [variable(v.aval) for v in changed.pop("like", eqn.outvars)]
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, **changed))
         return outvars
@@ -364,7 +358,7 @@ class _Chunks:
         if (kind.atom, dimension) in self.spread:
             return self.spread[kind.atom, dimension]
         if kind.atom in self.given:
-            raise _Wanted(self.given[kind.atom], dimension)
+            raise Wanted(self.given[kind.atom], dimension)
         if kind.atom not in self.maker:
             return None
         eqn, place, kinds = self.maker[kind.atom]
@@ -386,14 +380,14 @@ class _Chunks:
 
         **Arguments:** `wanted` a result that has to have its rows in a dimension.
         """
-        missing: _Wanted | None = None
+        missing: Wanted | None = None
         found: list[tuple[list[Kind], Any]] = []
         for rule in rules(eqn):
             if wanted is not None and rule.results[wanted[0]] != wanted[1]:
                 continue
             try:
                 own = self._operands(kinds, rule.operands)
-            except _Wanted as each:
+            except Wanted as each:
                 missing = each
                 continue
             if own is not None and (made := self._as_part(eqn, own, rule.results, rule.sizes)) is not None:
@@ -427,7 +421,7 @@ class _Chunks:
             return None
         (found, parts), whole = place, list(result)
         whole[found] *= self.count
-        like = [_variable(eqn.outvars[0].aval.update(shape=tuple(whole)))]
+        like = [variable(eqn.outvars[0].aval.update(shape=tuple(whole)))]
         (made,) = self.made(eqn, [kind], params={**eqn.params, "new_sizes": tuple(whole)}, like=like)
         return Rows(made, found, parts) if parts > 1 or found > kind.dimension else None
 
@@ -461,7 +455,7 @@ class _Chunks:
                 if d >= len(shape) or shape[d] % self._all.denominator:
                     return None
                 shape[d] = int(shape[d] * self._all)
-            like.append(_variable(v.aval.update(shape=tuple(shape))))
+            like.append(variable(v.aval.update(shape=tuple(shape))))
         params = dict(eqn.params)
         for name, index in sizes:
             known = params[name]
@@ -508,7 +502,7 @@ class _Chunks:
             return kind
         if not isinstance(kind, Whole) or not self._is_zero(kind):
             if isinstance(kind, Whole) and kind.atom in self.given:
-                raise _Wanted(self.given[kind.atom], None)
+                raise Wanted(self.given[kind.atom], None)
             raise OtherLoopError
         return Sum(kind.atom)
 
@@ -525,7 +519,7 @@ class _Chunks:
             try:
                 made = inner.body(eqn.params["jaxpr"], given)
                 made = [*map(inner.alike, made[:carries], given[consts:first]), *made[carries:]]
-            except _Wanted as each:
+            except Wanted as each:
                 kinds[each.place] = self._as_wanted(kinds[each.place], each.dimension, each.place >= first)
                 continue
             changed = False
@@ -551,7 +545,7 @@ class _Chunks:
         if is_rows and (kind.once or (scanned and kind.dimension == 0)):
             raise OtherLoopError
         aval = kind.atom.aval
-        v = _variable(aval.update(shape=aval.shape[1:], weak_type=False) if scanned else aval)
+        v = variable(aval.update(shape=aval.shape[1:], weak_type=False) if scanned else aval)
         return kind._replace(atom=v, **({"dimension": kind.dimension - scanned} if is_rows else {}))
 
     def _as_wanted(self, kind: Kind, dimension: int | None, scanned: bool = False) -> Kind:
@@ -574,11 +568,8 @@ class _Chunks:
         if _compat.is_literal(kind.atom):
             return None if np.shape(kind.atom.val) else kind.atom.val
         eqn, _, kinds = self.maker.get(kind.atom, (None, 0, []))
-        named = eqn is not None and eqn.primitive.name in (
-            "broadcast_in_dim",
-            "convert_element_type",
-            "reshape",
-        )
+        names = {"broadcast_in_dim", "convert_element_type", "reshape"}
+        named = eqn is not None and eqn.primitive.name in names
         return self.filled(kinds[0]) if named and len(kinds) == 1 else None
 
     def _looped(
@@ -597,17 +588,12 @@ class _Chunks:
         length, like, found = eqn.params["length"], [], []
         for i, (kind, v) in enumerate(zip(made, eqn.outvars, strict=True)):
             shape = kind.atom.aval.shape  # pyright: ignore
-            like.append(_variable(v.aval.update(shape=shape if i < carries else (length, *shape))))
+            like.append(variable(v.aval.update(shape=shape if i < carries else (length, *shape))))
         outvars = self.made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
         for i, (kind, v) in enumerate(zip(made, outvars, strict=True)):
             d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, Rows) else {}
             found.append(kind._replace(atom=v, **d))
         return found
-
-
-def _variable(aval: AbstractValue) -> jex.Var:
-    """Return a variable of a type; over which devices its values vary is not looked at."""
-    return _compat.new_var(_compat.unvaried(aval))
 
 
 _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")

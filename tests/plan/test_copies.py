@@ -120,7 +120,9 @@ def test_compare_says_how_far_gradients_are_apart() -> None:
     assert 1e-6 < max(leaf.relative for leaf in moments) < 0.02
     assert not found.agrees
     assert found.worst.relative == max(leaf.relative for leaf in found.leaves)
-    assert all(leaf.path in str(found) for leaf in found.leaves)
+    furthest = sorted(found.leaves, key=lambda leaf: -leaf.relative)[:20]
+    assert all(leaf.path in str(found) for leaf in furthest)
+    assert f"and {len(found.leaves) - 20} more" in str(found)
     assert jaxremat.compare(planned(unrolled, 0.5)[0], *args).agrees
 
 
