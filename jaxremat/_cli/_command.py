@@ -112,9 +112,8 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
             if as_json:
                 typer.echo(json.dumps(_plain(answer.data), indent=1))
             else:
-                out.print(
-                    answer.text, soft_wrap=not isinstance(answer.text, Report)
-                )  # whose notes are to be wrapped
+                is_report = isinstance(answer.text, Report)  # whose notes are wrapped
+                out.print(answer.text, soft_wrap=not is_report)
             raise typer.Exit(answer.code)
 
         signature = inspect.signature(fn)
