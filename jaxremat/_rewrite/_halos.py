@@ -47,7 +47,7 @@ NO_HALO: Halo = (0, 0)
 
 
 class Halos(RowParts):
-    """The same where equations have windows: parts that are no divisor of the rows end behind them.
+    """The rows of each value in parts that read rows around their own. The last part may end behind the rows.
 
     **Arguments:** `rules` of all loops of its region, and those that are its `own`; `leaves` what it hands on.
     """
