@@ -19,6 +19,7 @@ it may be computed again by a loop that computes both again.
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax.extend.core as jex
@@ -41,19 +42,34 @@ SMALL = 1 / 32
 LESS = 1 / 2
 """... if that leaves no more than this share of the operations that they repeat otherwise."""
 
-MOST_STAGES = 4
-"""Work of more stages is left as it is: each batch normalisation is two."""
-
 LEAST_LEFT = 0.5
 """Where some is done between loops, they do at least this share of the contractions themselves."""
 
-MOST_AGAIN = 1.25
-"""So is what would repeat more than this share of its operations: a layer whose weights are frozen, but for adapters,
-repeats 1.02 times as many as it has.
-"""
-
 Loop = Mapping[int, BatchingRule]
 """The equations that one loop does, by index, with the ways in which they carry the axis."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a region may be at most; more is left as it is.
+
+    **Fields:** the contractions of one loop, or it would want a plan of its own, and the `most_products` of all loops;
+    the `stages`; the operations that loops `repeat`, as a share of those that they do.
+    """
+
+    products: int
+    most_products: int
+    stages: int
+    repeat: float
+
+
+USUAL = Limits(products=8, most_products=24, stages=4, repeat=1.25)
+"""Each batch normalisation is two stages. A layer whose weights are frozen, but for adapters, repeats 1.02 times as
+many operations as it has."""
+
+WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0)
+"""Of a step that has no region otherwise: forces of a graph network of three layers, which are gradients that are
+differentiated, are ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory."""
 
 
 class Component(Protocol):
@@ -67,14 +83,17 @@ class Component(Protocol):
         ...
 
 
-def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, ...] | None:
-    """Return the loops that do these components, in an order in which they can run; None where there is none.
+def loops_of(
+    program: Readers, components: Sequence[Component], limits: Limits = USUAL
+) -> tuple[Loop, ...] | None:
+    """Return the loops that do these components, in an order in which they can run; None where there is none within the
+    `limits`.
 
     What loops do not do is taken out of the components.
     """
     found: list[Loop] = []
     for component in components:
-        stages = _narrowed(program, component)
+        stages = _narrowed(program, component, limits.stages)
         if not stages:
             return None
         kept = {i for own in stages for i in own}
@@ -85,7 +104,7 @@ def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, .
             handing, left = _with_repeated(program, component, stages, SMALL)
             if left <= LESS * again:
                 loops, again = handing, left
-        if again > MOST_AGAIN * sum(_flops(program, own) for own in stages):
+        if again > limits.repeat * sum(_flops(program, own) for own in stages):
             return None
         found += filter(None, loops)
     order = schedule(program, found)
@@ -174,7 +193,7 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[jex.
     return [v for i in own for v in program.eqns[i].outvars if is_read(v, i)]
 
 
-def _narrowed(program: Readers, component: Component) -> list[list[int]]:
+def _narrowed(program: Readers, component: Component, most: int) -> list[list[int]]:
     """Return the equations of each stage that loops do: those of the component but for what makes little, or fewer, so
     that there are not too many stages and others need little memory for what was handed on; none where that is
     impossible.
@@ -191,7 +210,7 @@ def _narrowed(program: Readers, component: Component) -> list[list[int]]:
     able = [
         stages
         for stages, count in zip(made, products, strict=True)
-        if 0 < len(stages) <= MOST_STAGES and count >= LEAST_LEFT * products[0]
+        if 0 < len(stages) <= most and count >= LEAST_LEFT * products[0]
     ]
 
     def needed(stages: list[list[int]]) -> float:

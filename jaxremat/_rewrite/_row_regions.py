@@ -41,7 +41,7 @@ from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_r
 from .._program._windows import WindowRule, windows
 from ._halos import in_parts
 from ._program_readers import Readers
-from ._region_loops import Loop, handed_on, loops_of, owners, schedule
+from ._region_loops import USUAL, WIDE, Limits, Loop, handed_on, loops_of, owners, schedule
 from ._row_scans import Around, ScanBatchingRule, ways
 
 LARGE = 1 / 16
@@ -53,13 +53,8 @@ LEAST_NBYTES = 4 << 20
 AT_ONCE = 8
 """One that is most of a step keeps so many times that, for no more than such a share of it is in memory at once."""
 
-PRODUCTS, MOST_PRODUCTS = 8, 24
-"""None of its loops has more contractions of its own than the first, or it would want a plan; nor all of them together
-more than the second, ...
-"""
-
 LITTLE_WORK = 1 / 32
-"""... less those of at most this share of the largest one's operations, as of adapters of low rank."""
+"""Contractions of at most this share of the largest one's operations do not count, as of adapters of low rank."""
 
 FEW = 1 / 32
 """What sums over the rows are made of that the region itself reads is at most this share of all that the step makes."""
@@ -195,6 +190,11 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
 
     **Arguments:** `outside` equations that are in none.
     """
+    return _regions(program, outside, USUAL) or _regions(program, outside, WIDE)
+
+
+def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tuple[Region, ...]:
+    """Return those within these limits."""
     able = (i for i in program.alive if i not in outside and i not in program.for_loops)
     made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
     least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 8)
@@ -202,7 +202,7 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
     taken = set(outside)
     while len(found) < REGIONS:
         seeds = (v for v in largest(program, SEEDS, taken | program.for_loops) if _nbytes(v) >= least)
-        region = next(filter(None, (_best_about(program, v, taken) for v in seeds)), None)
+        region = next(filter(None, (_best_about(program, v, taken, limits) for v in seeds)), None)
         if region is None:
             break
         if schedule(program, [loop for each in (*found, region) for loop in each.loops]) is None:
@@ -212,9 +212,9 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
     return tuple(found)
 
 
-def _best_about(program: Readers, v: jex.Var, taken: Collection[int]) -> Region | None:
+def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Limits) -> Region | None:
     """Return the region about a value whose rows are of the outermost dimension that allows enough chunks."""
-    grown = (region_about(program, v, d, taken) for d in range(len(shaped(v).shape)))
+    grown = (region_about(program, v, d, taken, limits) for d in range(len(shaped(v).shape)))
     able = [region for region in grown if region is not None and region.choices]
     enough = (region for region in able if region.choices[-1] >= ENOUGH)
     best = max(able, key=lambda region: region.fewer_nbytes(region.choices[-1]), default=None)
@@ -250,18 +250,18 @@ def _nbytes(v: jex.Var) -> int:
 
 
 def region_about(
-    program: Readers, seed: jex.Var, dimension: int, taken: Collection[int] = ()
+    program: Readers, seed: jex.Var, dimension: int, taken: Collection[int], limits: Limits
 ) -> Region | None:
     """Return the region about a value with its rows in this dimension, if there is one.
 
     **Arguments:** `taken` the equations of others.
     """
-    grower = Grower(program, taken, LARGE * aval_nbytes(seed.aval), MOST_PRODUCTS)
-    if not grower.grow(seed, dimension) or (loops := loops_of(program, [grower])) is None:
+    grower = Grower(program, taken, LARGE * aval_nbytes(seed.aval), limits.most_products)
+    if not grower.grow(seed, dimension) or (loops := loops_of(program, [grower], limits)) is None:
         return None
     first = owners(loops)
     products = Counter(first[i] for i in large_products(program, first))
-    if max(products.values(), default=0) > PRODUCTS:
+    if max(products.values(), default=0) > limits.products:
         return None
     roots = (program.eqns[i] for i in first if is_fusion_root(program.eqns[i]))
     written = {v for eqn in roots for v in (*_compat.variables(eqn.invars), *eqn.outvars)}

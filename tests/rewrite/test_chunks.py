@@ -14,10 +14,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
+from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import is_in_chunks
 from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._program_readers import Readers
+from jaxremat._rewrite._region_loops import USUAL
 from jaxremat._rewrite._row_chunks import chunked
 from jaxremat._rewrite._row_regions import regions
 from jaxremat._rewrite._trace import Traced, trace
@@ -183,6 +185,40 @@ def test_a_network_of_many_layers_alike_is_done_in_microbatches_or_not_at_all() 
     spec = jax.ShapeDtypeStruct
     args = [spec((256, 256), jnp.float32)] * 6, spec((4096, 256), jnp.float32)
     assert [region.whole for region in trace(jax.jit(step), args, {}).sites.regions] == [True]
+
+
+def test_the_edges_of_a_graph_network_with_forces_are_done_in_chunks() -> None:
+    """Forces are a gradient that is differentiated: of three layers ten loops, each of which waits for all edges."""
+    atoms, width, edges, layers = 32, 32, 8192, 3
+    keys = iter(jax.random.split(jax.random.key(0), 3 * layers + 2))
+    params = [
+        [jax.random.normal(next(keys), (width, width)) / width**0.5 for _ in range(3)] for _ in range(layers)
+    ]
+    position, (source, target) = (
+        jax.random.normal(next(keys), (atoms, 3)),
+        jax.random.randint(next(keys), (2, edges), 0, atoms),
+    )
+
+    def energy(params: Any, position: Any) -> Any:
+        distance = jnp.sqrt(((position[source] - position[target]) ** 2).sum(-1) + 1e-3)
+        radial = jnp.exp(-((distance[:, None] - jnp.linspace(0.0, 4.0, width)) ** 2))
+        h = jnp.ones((atoms, width))
+        for inner, outer, mix in params:
+            messages = h[source] * jnp.tanh(jnp.tanh(radial @ inner) @ outer)
+            h = h + jnp.tanh(jax.ops.segment_sum(messages, target, atoms) / edges * atoms @ mix)
+        return h.sum()
+
+    def step(params: Any, position: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return (jax.grad(energy, argnums=1)(params, position) ** 2).sum()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    traced, made = in_chunks(step, (params, position), 8)
+    assert len(traced.sites.regions[0].loops) > USUAL.stages
+    assert (
+        sum(shaped(v).size >= edges * width for eqn in made.eqns for v in eqn.outvars) < 8
+    )  # of more than a hundred
 
 
 def test_functions_that_are_differentiated_later_have_none() -> None:
