@@ -170,8 +170,8 @@ class Inliner:
             if name == "pad" and not _compat.is_literal(invars[1]):  # `jnp.pad` converts what it pads with
                 invars = [invars[0], self._numbers.get(invars[1], invars[1])]
             moved = eqn.replace(invars=invars, outvars=outvars, source_info=info)
-            if name == "scan" and outvars and not self.respect_checkpoint:
-                # without what its body never reads
+            if name in ("scan", "cond") and outvars and not self.respect_checkpoint:
+                # without what its bodies never read
                 moved = _compat.with_results(moved, [True] * len(outvars))
             into.extend(_each_placed(moved) if name == "device_put" else [moved])
         return [read(a) for a in jaxpr.outvars]

@@ -71,11 +71,14 @@ def most_of(
     most = 1 if windowed else COMPONENTS
     while len(grown) < most and (best := _most_grown(program, enough, grown, others, windowed)) is not None:
         grown.append(best)
-    if sum(each.products for each in grown) < enough:
-        return None
-    found = loops_of(program, grown)
-    region = region_of(program, found, whole=whole) if found else None
-    return region if region is not None and region.choices else None
+    for count in range(len(grown), 0, -1):  # the last may have a number of rows of their own, as weights have
+        if sum(each.products for each in grown[:count]) < enough:
+            break
+        found = loops_of(program, grown[:count])
+        region = region_of(program, found, whole=whole) if found else None
+        if region is not None and region.choices:
+            return region
+    return None
 
 
 def _most_grown(

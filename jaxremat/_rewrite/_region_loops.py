@@ -255,15 +255,17 @@ def _touched_nbytes(program: Readers, component: Component, indices: Collection[
 
 def _stages(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
     """Return these equations of a component by stage, in order, those of each loop of the program by themselves."""
+    ways = ((program.eqns[i], component.rules[i]) for i in rules)
+    sums = {v for eqn, rule in ways for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum}
     stage: dict[int, int] = {}
     needed: dict[int, int] = {}  # by other equations: how many stages have to be done before them
     for i in program.alive:
         operands = _compat.variables(program.eqns[i].invars)
         makers = [(a, program.maker[a]) for a in operands if a in program.maker]
         before = [needed[j] for _, j in makers if j in needed]
-        mine = [(stage[j], component.dimension.get(a) is None) for a, j in makers if j in stage]
+        mine = [(stage[j], a in sums) for a, j in makers if j in stage]
         if i in rules:
-            stage[i] = max([*before, *(at + is_whole for at, is_whole in mine)], default=0)
+            stage[i] = max([*before, *(at + is_sum for at, is_sum in mine)], default=0)
         else:
             needed[i] = max([*before, *(at + 1 for at, _ in mine)], default=0)
     found: dict[tuple[int, int], list[int]] = {}

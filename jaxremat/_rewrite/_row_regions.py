@@ -42,7 +42,7 @@ from .._program._windows import WindowRule, windows
 from ._halos import in_parts
 from ._program_readers import Readers
 from ._region_loops import USUAL, WIDE, Limits, Loop, handed_on, loops_of, owners, schedule
-from ._row_scans import Around, ScanBatchingRule, ways
+from ._row_scans import Around, BodyBatchingRule, ways
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
@@ -338,7 +338,7 @@ def _may_repeat(program: Readers, loops: Sequence[Loop]) -> bool:
     """Return whether loops may do some rows twice, in two of their chunks: neither decides one of what the other reads,
     and no sum is added up within a scan, where those rows would count twice.
     """
-    scans = (rule for loop in loops for rule in loop.values() if isinstance(rule, ScanBatchingRule))
+    scans = (rule for loop in loops for rule in loop.values() if isinstance(rule, BodyBatchingRule))
     return not any(any(rule.sums) for rule in scans) and program.of_one_run.isdisjoint(owners(loops))
 
 
@@ -510,7 +510,7 @@ class Grower:
 
     def _rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
         """Return the ways that are looked at of an equation; none of draws, which are made before, all at once."""
-        if is_draw(eqn) or (eqn.primitive.name == "scan" and not self.scans):
+        if is_draw(eqn) or (eqn.primitive.name in ("scan", "while") and not self.scans):
             return ()
         eqns, maker = self.program.eqns, self.program.maker
         if self.windowed:

@@ -1,10 +1,11 @@
-"""Scan, or function with a derivative of its own -> the way in which its work falls apart into rows: that of its
-body's equations, alike in every iteration.
+"""Loop, conditional, or function with a derivative of its own -> the way in which its work falls apart into rows: that
+of its bodies' equations, alike in every iteration and every branch.
 
 A row of a carry stays where it is from iteration to iteration. A sum over rows may be stacked, or be added to a carry
 that begins as zeros: a part of the rows then gives a part of the sum. Within the body such a sum may be scaled or take
-another shape or type, and nothing else. A `custom_jvp` function of a part has the derivative of the whole, of a part:
-rows of tangents are where those of values are.
+another shape or type, and nothing else. Which branch is taken, and whether a loop goes on, is the same for all rows; a
+branch beside one that makes a sum makes one too, or zeros. A `custom_jvp` function of a part has the derivative of the
+whole, of a part: rows of tangents are where those of values are.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from .._program._axes import OF_SUMS, BatchingRule, Parts, agree, rules
 from .._program._compat import Atom, shaped
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling, runs_once
+from .._program._splice import with_bodies
 
 _ADDING = ("add", "add_any")
 _SCALING = ("mul", "div")
@@ -52,25 +54,14 @@ class Around:
 
 
 @dataclass(frozen=True)
-class ScanBatchingRule(BatchingRule):
-    """**Fields:** the flat `body`, the `inner` ways of its equations, by index, and the `dimension` of rows there;
-    `adding` which of the results are sums. Others without rows are the same for all rows.
-    """
+class PartBody:
+    """**Fields:** a flat body, the `inner` ways of its equations, by index, and the `dimension` of rows there."""
 
-    body: Any = None
-    inner: Any = None
-    dimension: Any = None
-    adding: tuple[bool, ...] = ()
+    closed: jex.ClosedJaxpr
+    inner: Mapping[int, BatchingRule]
+    dimension: Mapping[Any, int]
 
-    @property
-    def sums(self) -> tuple[bool, ...]:
-        return self.adding
-
-    def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
-        del widens  # what is summed within keeps its type
-        return {**eqn.params, "jaxpr": self.body_of(parts)}
-
-    def body_of(self, parts: Parts) -> jex.ClosedJaxpr:
+    def of(self, parts: Parts) -> jex.ClosedJaxpr:
         """Return the body of a part."""
         rename: dict[Any, Any] = {}
 
@@ -84,7 +75,7 @@ class ScanBatchingRule(BatchingRule):
                 rename[v] = _compat.new_var(v.aval.update(shape=tuple(shape)))
             return rename[v]
 
-        jaxpr, eqns = self.body.jaxpr, []
+        jaxpr, eqns = self.closed.jaxpr, []
         for i, inner in enumerate(jaxpr.eqns):
             rule = self.inner.get(i)
             params = inner.params if rule is None else rule.in_chunk(inner, parts, widens=False)
@@ -93,18 +84,35 @@ class ScanBatchingRule(BatchingRule):
         constvars, invars, outvars = (
             [renamed(v) for v in each] for each in (jaxpr.constvars, jaxpr.invars, jaxpr.outvars)
         )
-        return _compat.new_jaxpr(constvars, self.body.consts, invars, outvars, eqns)
+        return _compat.new_jaxpr(constvars, self.closed.consts, invars, outvars, eqns)
 
 
 @dataclass(frozen=True)
-class _FunctionBatchingRule(ScanBatchingRule):
+class BodyBatchingRule(BatchingRule):
+    """**Fields:** the `bodies`; `adding` which results are sums. Others without rows are the same for all rows."""
+
+    bodies: tuple[PartBody, ...] = ()
+    adding: tuple[bool, ...] = ()
+
+    @property
+    def sums(self) -> tuple[bool, ...]:
+        return self.adding
+
+    def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
+        del widens  # what is summed within keeps its type
+        made = iter([body.of(parts) for body in self.bodies])
+        return with_bodies(eqn, lambda _: next(made)).params
+
+
+@dataclass(frozen=True)
+class _FunctionBatchingRule(BodyBatchingRule):
     """**Fields:** `tangents` returns the rule of what takes values and tangents to both, None where there is none."""
 
-    tangents: Callable[[], ScanBatchingRule | None] = lambda: None
+    tangents: Callable[[], BodyBatchingRule | None] = lambda: None
 
     def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
         del eqn, widens
-        evaluate = jex.jaxpr_as_fun(body := self.body_of(parts))
+        evaluate = jex.jaxpr_as_fun(body := self.bodies[0].of(parts))
 
         @jax.custom_jvp
         def part(*primals: jax.Array) -> list[Any]:
@@ -114,7 +122,7 @@ class _FunctionBatchingRule(ScanBatchingRule):
         def _(primals: jax.Array, tangents: jax.Array) -> Any:
             if (rule := self.tangents()) is None:
                 return jax.jvp(evaluate, primals, tangents)
-            made = jex.jaxpr_as_fun(rule.body_of(parts))(*primals, *tangents)
+            made = jex.jaxpr_as_fun(rule.bodies[0].of(parts))(*primals, *tangents)
             return made[: len(made) // 2], made[len(made) // 2 :]
 
         (made,) = jax.make_jaxpr(part)(*(v.aval for v in body.jaxpr.invars)).jaxpr.eqns
@@ -122,20 +130,91 @@ class _FunctionBatchingRule(ScanBatchingRule):
 
 
 def ways(eqn: jex.JaxprEqn, around: Around) -> Iterable[BatchingRule]:
-    """Return the independent axes of an equation, of loops and functions as what is known around them has them."""
-    name = eqn.primitive.name
-    if name not in ("scan", "custom_jvp_call"):
+    """Return the independent axes of an equation; of one with bodies the one that what is known around it allows."""
+    if (rule := _OF_BODIES.get(eqn.primitive.name)) is None:
         return rules(eqn)
-    found = _scan_batching_rule(eqn, around) if name == "scan" else _function_batching_rule(eqn, around)
+    found = None if runs_once(eqn) else rule(eqn, around)
     return () if found is None else (found,)
 
 
-def _scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> ScanBatchingRule | None:
+def _scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule | None:
     """Return the way of a scan in which what is known of it is so; None where there is none."""
     closed = _flat(eqn.params["jaxpr"], derivatives=around.differentiable)
     edges, begin = (eqn.invars, eqn.outvars), _compat.scan_operands(eqn)[1]
     body = _Body(closed, edges, _compat.scan_counts(eqn), begin, around)
-    return body.rule() if not runs_once(eqn) and body.settled() else None
+    return body.rule() if body.settled() else None
+
+
+def _while_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule | None:
+    """Return the way of a loop that goes on for all rows, or for none."""
+    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carries = eqn.invars[first + second :]
+    closed = _flat(eqn.params["body_jaxpr"], derivatives=around.differentiable)
+    body = _Body(closed, (eqn.invars[first:], eqn.outvars), (second, len(carries)), carries, around)
+    if not body.settled() or any(
+        around.dimension.get(a) is not None for a in _compat.variables(eqn.invars[:first])
+    ):
+        return None
+    goes_on = _flat(eqn.params["cond_jaxpr"])
+    both = zip(goes_on.jaxpr.invars[first:], body.begun, strict=True)
+    moved = {
+        v: body.dimension.get(carry) for v, carry in both if carry in body.dimension or carry in body.sums
+    }
+    if any(not moved.keys().isdisjoint(_compat.variables(each.invars)) for each in goes_on.jaxpr.eqns):
+        return None
+    rule, dimension = body.rule(), {v: d for v, d in moved.items() if d is not None}
+    operands = (*[None] * first, *rule.operands)
+    return replace(rule, operands=operands, bodies=(PartBody(goes_on, {}, dimension), *rule.bodies))
+
+
+def _cond_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule | None:
+    """Return the way of a choice that is one for all rows."""
+    closed = [_flat(branch, derivatives=around.differentiable) for branch in eqn.params["branches"]]
+    choice, *_ = eqn.invars
+    edges = _compat.variables((*eqn.invars, *eqn.outvars))
+    known = {a: around.dimension[a] for a in edges if a in around.dimension}
+    if _compat.is_literal(choice) or known.setdefault(choice, None) is not None:
+        return None
+    if (found := _agreed(eqn, closed, known, around)) is None:
+        return None
+    for v in [v for v in eqn.outvars if v not in known]:
+        # What is made of nothing with rows, as a mask is, is read as rows in the backward pass.
+        sizes = {(d, shaped(a).shape[d]) for a, d in _placed(eqn, found) if d is not None}
+        for d, size in sizes if found.results[eqn.outvars.index(v)] is None else ():
+            if shaped(v).shape[d : d + 1] == (size,):
+                other = _agreed(eqn, closed, {**known, v: d}, around)
+                if other is not None and other.operands == found.operands:
+                    found, known = other, {**known, v: d}
+    return found
+
+
+def _agreed(
+    eqn: jex.JaxprEqn, closed: Sequence[jex.ClosedJaxpr], known: Mapping[Any, int | None], around: Around
+) -> BodyBatchingRule | None:
+    """Return the way of a choice between these branches: what one says about operands and results holds for all."""
+    known, operands = dict(known), eqn.invars[1:]
+    while True:
+        inner = replace(around, dimension=known)
+        edges, counts = (operands, eqn.outvars), (len(operands), 0)
+        bodies = [_Body(each, edges, counts, (), inner, stacks=False) for each in closed]
+        if not all(body.settled() for body in bodies):
+            return None
+        alone = [body.rule() for body in bodies]
+        found = [replace(rule, operands=(None, *rule.operands)) for rule in alone]
+        more = {a: d for rule in found for a, d in _placed(eqn, rule) if d is not None}
+        if all(known.get(a) == d for a, d in more.items()):
+            break
+        known |= more
+    adding = tuple(map(any, zip(*(rule.adding for rule in found), strict=True)))
+    if not all(is_sum <= body.is_sum(k) for body in bodies for k, is_sum in enumerate(adding)):
+        return None
+    parts = tuple(body for rule in found for body in rule.bodies)
+    return replace(found[0], groups=gcd(*(rule.groups for rule in found)), bodies=parts, adding=adding)
+
+
+def _placed(eqn: jex.JaxprEqn, rule: BatchingRule) -> list[tuple[Any, int | None]]:
+    both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
+    return [(a, d) for a, d in both if not _compat.is_literal(a)]
 
 
 def _function_batching_rule(eqn: jex.JaxprEqn, around: Around) -> _FunctionBatchingRule | None:
@@ -146,7 +225,7 @@ def _function_batching_rule(eqn: jex.JaxprEqn, around: Around) -> _FunctionBatch
     asked for.
     """
     edges = (*eqn.invars, *eqn.outvars)
-    if runs_once(eqn) or not all(jnp.issubdtype(shaped(a).dtype, jnp.inexact) for a in edges):
+    if not all(jnp.issubdtype(shaped(a).dtype, jnp.inexact) for a in edges):
         return None
     closed = _flat(eqn.params["call_jaxpr"], derivatives=True)
     body = _Body(closed, (eqn.invars, eqn.outvars), (len(eqn.invars), 0), (), around, stacks=False)
@@ -159,7 +238,7 @@ def _function_batching_rule(eqn: jex.JaxprEqn, around: Around) -> _FunctionBatch
     return _FunctionBatchingRule(**known, tangents=tangents)
 
 
-def _of_tangents(eqn: jex.JaxprEqn, rule: ScanBatchingRule) -> ScanBatchingRule | None:
+def _of_tangents(eqn: jex.JaxprEqn, rule: BodyBatchingRule) -> BodyBatchingRule | None:
     """Return the way of what takes a function's values and tangents to both, where it is that of the function."""
     invars = [_compat.new_var(shaped(a)) for a in eqn.invars]
     outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
@@ -226,7 +305,7 @@ class _Body:
         zeros = (a for a, v in zip(self.begin, self.begun, strict=True) if v in self.sums)
         return self._is_consistent() and all(map(self.around.is_zero, zeros))
 
-    def rule(self) -> ScanBatchingRule:
+    def rule(self) -> BodyBatchingRule:
         """Return what was found."""
         jaxpr = self.closed.jaxpr
         first = self.consts + self.carries
@@ -243,15 +322,20 @@ class _Body:
         inner = {i: rule for i, rule in self.inner.items() if not rule.linear}
         adding = tuple(not _compat.is_literal(a) and a in self.sums for a in jaxpr.outvars)
         sizes = [v.aval.shape[d] for v, d in self.dimension.items()]
-        return ScanBatchingRule(
+        return BodyBatchingRule(
             tuple(operands),
             tuple(results),
             groups=gcd(*sizes, *(rule.groups for rule in inner.values())),
-            body=self.closed,
-            inner=inner,
-            dimension=dict(self.dimension),
+            bodies=(PartBody(self.closed, inner, dict(self.dimension)),),
             adding=adding,
         )
+
+    def is_sum(self, place: int) -> bool:
+        """Return whether a result is a sum over rows; zeros are one."""
+        last = self.closed.jaxpr.outvars[place]
+        return (not _compat.is_literal(last) and last in self.sums) or replace(
+            self.around, maker=self.makers.get
+        ).is_zero(last)
 
     def _edges(self) -> list[tuple[Any, Any, bool]]:
         """Operands and results of the scan, what they are called in the body, and whether they are stacks there."""
@@ -267,7 +351,7 @@ class _Body:
             return True
         d = self.around.dimension[outer]
         if d is None:
-            self.whole.add(inner)
+            self.whole.update(_compat.variables([inner]))
             return True
         return not (stacked and d == 0) and self._is_row(inner, d - stacked)
 
@@ -291,8 +375,7 @@ class _Body:
             return False
         known: dict[Any, int | None] = {**dict.fromkeys(self.whole), **self.dimension}
         for rule in ways(eqn, replace(self.around, dimension=known, maker=self.makers.get)):
-            both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
-            placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
+            placed = _placed(eqn, rule)
             if all(known.get(a, d) == d for a, d in placed) and agree(placed):
                 break
         else:
@@ -352,6 +435,14 @@ class _Body:
             self.sums.update((begun, last))
             return begun not in self.whole
         return True
+
+
+_OF_BODIES: dict[str, Callable[[Any, Around], BodyBatchingRule | None]] = {
+    "scan": _scan_batching_rule,
+    "while": _while_batching_rule,
+    "cond": _cond_batching_rule,
+    "custom_jvp_call": _function_batching_rule,
+}
 
 
 def _flat(body: jex.ClosedJaxpr, *, derivatives: bool = False) -> jex.ClosedJaxpr:

@@ -126,6 +126,19 @@ def nested(params: Any, x: Any) -> Any:
     return jnp.mean(lax.scan(layer, jnp.swapaxes(x, 0, 1), params)[0] ** 2)
 
 
+def chosen(params: Any, x: Any, count: Any) -> Any:
+    """A term of the loss that only some steps have, about rows that a loop of so many iterations moves."""
+    up, down = params
+    moved = lax.fori_loop(0, count, lambda i, y: jnp.tanh(y + x * i), lax.stop_gradient(x))
+    h, h_to = jnp.tanh(x @ up) @ down, jnp.tanh(moved)
+
+    def term(h: Any) -> Any:
+        return jnp.mean((jnp.tanh(h @ up) @ down - h_to) ** 2), h - moved
+
+    more, h = lax.cond(count > 2, term, lambda h: (jnp.zeros(()), jnp.zeros_like(h)), h)
+    return jnp.mean(h**2) + more
+
+
 def dropped(params: Any, x: Any, key: Any) -> Any:
     up, down = params
     h = jnp.tanh(x @ up)
@@ -166,6 +179,8 @@ def cases() -> dict[str, Case]:
         "normed": (normed, weights(*stacks[:2]), (x,)),
         "recurrent": (recurrent, weights((D, D), (D, D)), (x,)),
         "nested": (nested, weights((LAYERS, D, D))[0], (x,)),  # type: ignore[dict-item]
+        "chosen": (chosen, weights(*PAIR), (x, jnp.int32(3))),
+        "not chosen": (chosen, weights(*PAIR), (x, jnp.int32(1))),
         "dropped": (dropped, weights(*PAIR), (x, jax.random.key(3))),
         "convolved": (
             convolved,
