@@ -47,7 +47,7 @@ from ._row_scans import Around, BodyBatchingRule, ways
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
 
-LEAST_NBYTES = 4 << 20
+LEAST_NBYTES = 2 << 20
 """It keeps no less than this to itself: chunks of that would be kernels of a few microseconds."""
 
 AT_ONCE = 8

@@ -350,6 +350,8 @@ class _Body:
         if _compat.is_literal(outer) or outer not in self.around.dimension:
             return True
         d = self.around.dimension[outer]
+        if d is None and inner in self.begun and self.around.is_zero(outer):
+            return True  # a sum may begin as these zeros too
         if d is None:
             self.whole.update(_compat.variables([inner]))
             return True
