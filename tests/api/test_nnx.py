@@ -226,9 +226,8 @@ def test_a_train_state_of_linen() -> None:
     def fresh() -> TrainState:
         return TrainState.create(apply_fn=net.apply, params=jax.tree.map(jnp.copy, params), tx=optax.sgd(0.1))
 
-    stats = jaxremat.memory(step, fresh(), batch(), donate_argnums=0)
-    budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=0, planning=jaxremat.Planning(solver=MinCut()))(step)
+    planning = jaxremat.Planning(solver=MinCut())
+    planned = jaxremat.optimize("70% of temporaries", donate_argnums=0, planning=planning)(step)
     assert not planned.plan(fresh(), batch()).drops_nothing
     state, loss = planned(fresh(), batch())
     want, want_loss = jax.jit(step)(fresh(), batch())

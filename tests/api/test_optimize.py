@@ -107,10 +107,9 @@ def test_checkpoints_of_its_own_that_fit_are_undone(to_the_byte: bool) -> None:
 def test_more_budget_never_costs_more() -> None:
     case = BY_NAME["masks"]
     args = case.make_args()
-    stats = MemoryStats.of(compile_plain(case, args))
     overheads = []
-    for share in (0.45, 0.65, 0.85, 1.0):
-        budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
+    for share in (45, 65, 85, 100):
+        budget = f"{share}% of temporaries"
         overheads.append(jaxremat.plan(case.step, *args, budget=budget, donate_argnums=0).overhead)
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[0] > overheads[-1] == 0

@@ -54,9 +54,7 @@ def arguments(dtype: Any = jnp.float32) -> tuple[Any, ...]:
 @functools.cache
 def planned(net: Any, share: float, *kinds: str, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     step, args = training(net), arguments(dtype)
-    needs = jaxremat.memory(step, *args)
-    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
-    made = jaxremat.optimize(budget, allow=kinds)(step)
+    made = jaxremat.optimize(f"{share:.0%} of temporaries", allow=kinds)(step)
     return made, made.plan(*args)
 
 
@@ -136,9 +134,8 @@ def test_a_plan_with_copies_is_followed_elsewhere() -> None:
 
 def test_nothing_is_rounded_where_the_user_decides() -> None:
     step, args = training(unrolled), arguments()
-    needs = jaxremat.memory(step, *args)
-    budget = needs.base_nbytes + int(0.6 * needs.temporaries_nbytes)
-    plan = jaxremat.plan(step, *args, budget=budget, allow="bf16_residuals", pins={"sin": "recompute"})
+    options: Any = {"budget": "60% of temporaries", "allow": "bf16_residuals"}
+    plan = jaxremat.plan(step, *args, pins={"sin": "recompute"}, **options)
     assert not plan.copies
 
 

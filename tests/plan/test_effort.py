@@ -3,7 +3,6 @@
 import itertools
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -34,6 +33,12 @@ class Clock(Stopwatch):
 
 
 ARGS = ([jnp.ones((64, 64))] * 8, jnp.ones((1024, 64)))
+BUDGET = "80% of temporaries"
+
+
+def planned(budget: float | str = BUDGET, **options: Any) -> jaxremat.Plan:
+    planning = jaxremat.Planning(**options)
+    return jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0, planning=planning)
 
 
 @pytest.mark.parametrize(("equations", "most"), [(100, 8), (1000, 8), (2000, 5), (6000, 3), (50_000, 2)])
@@ -98,16 +103,12 @@ def test_solves_end_with_the_seconds_of_the_user_but_are_never_without() -> None
     assert Effort(Clock(shown=99.0), planning_seconds=20.0).solving(9.0) == 1.0
 
 
-def plan_of(clock: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> jaxremat.Plan:
+def plan_of(clock: Any, monkeypatch: pytest.MonkeyPatch) -> jaxremat.Plan:
     """The plan of a step in four fifths of its temporaries, without what clocks say of it."""
-    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
-    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
     with monkeypatch.context() as patched:
         if clock is not None:
             patched.setattr(time, "monotonic", clock)
-        plan = jaxremat.plan(
-            train, *ARGS, budget=budget, donate_argnums=0, planning=jaxremat.Planning(cache=False), **options
-        )
+        plan = planned(cache=False)
     assert not plan.planning.cut_short
     rounds = tuple(replace(r, solve_seconds=0.0, compile_seconds=0.0) for r in plan.rounds)
     work = PlanningTime(plans_compiled=plan.planning.plans_compiled, solves=plan.planning.solves)
@@ -137,7 +138,7 @@ def test_phases_count_for_their_own_kind_without_those_inside() -> None:
 
 
 def test_a_plan_says_what_planning_took() -> None:
-    plan = jaxremat.plan(train, *ARGS, budget="min", donate_argnums=0)
+    plan = planned("min")
     took = plan.planning
     assert 0 < took.trace_seconds + took.compile_seconds + took.solve_seconds <= took.seconds
     assert 0 < took.first_seconds <= took.seconds
@@ -151,28 +152,23 @@ def test_a_plan_says_what_planning_took() -> None:
 
 def test_the_seconds_of_the_user_give_the_best_plan_so_far_and_a_warning() -> None:
     """The budget is met by the first plan that fits, however short the time."""
-    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
-    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
-    step = jaxremat.optimize(
-        budget, donate_argnums=0, planning=jaxremat.Planning(planning_seconds=1e-3, cache=False)
-    )(train)
+    planning = jaxremat.Planning(planning_seconds=1e-3, cache=False)
+    step = jaxremat.optimize(BUDGET, donate_argnums=0, planning=planning)(train)
     said = "The search for the plan of `train` was cut short, after .* plans? compiled"
     with pytest.warns(JaxrematWarning, match=said):
         plan = step.plan(*ARGS)
     assert plan.planning.cut_short
     assert "the search was cut short" in str(plan)
-    assert MemoryStats.of(step.compile(*ARGS)).peak_nbytes <= budget
+    assert MemoryStats.of(step.compile(*ARGS)).peak_nbytes <= plan.budget_nbytes
     with pytest.warns(JaxrematWarning, match=said):  # also of a plan from a file
         jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()), donate_argnums=0)(train).plan(*ARGS)
 
 
-@pytest.mark.parametrize("share", [0.6, "min"])
+@pytest.mark.parametrize("budget", ["60% of temporaries", "min"])
 def test_an_interrupt_gives_the_best_plan_so_far_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, share: float | str
+    monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
     """Ctrl-C while the next plan is looked for after one that fits. Before, there is nothing to return."""
-    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
-    budget = stats.base_nbytes + int(share * stats.temporaries_nbytes) if isinstance(share, float) else "min"
     looking = Search._next
 
     def look_or_interrupt(search: Search, *args: Any) -> Any:
@@ -180,30 +176,20 @@ def test_an_interrupt_gives_the_best_plan_so_far_where_that_is_asked_for(
             raise KeyboardInterrupt
         return looking(search, *args)
 
-    def plan(on_interrupt: Any) -> jaxremat.Plan:
-        planning = jaxremat.Planning(on_interrupt=on_interrupt, cache=False)
-        return jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0, planning=planning)
-
     monkeypatch.setattr(Search, "_next", look_or_interrupt)
     with pytest.warns(JaxrematWarning, match="was cut short, after"):
-        found = plan("best")
+        found = planned(budget, on_interrupt="best", cache=False)
     assert found.planning.cut_short
-    if isinstance(budget, int):
-        assert found.peak_nbytes <= budget
+    assert budget == "min" or found.peak_nbytes <= found.budget_nbytes
     with pytest.raises(KeyboardInterrupt):
-        plan("stop")
+        planned(budget, on_interrupt="stop", cache=False)
     monkeypatch.setattr(StepCompiler, "compile", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        plan("best")
+        planned(budget, on_interrupt="best", cache=False)
 
 
-def test_a_plan_that_a_clock_cut_short_is_used_and_improved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    monkeypatch.delenv("JAXREMAT_PLAN_CACHE", raising=False)
-    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
-    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
+@pytest.mark.usefixtures("folder")
+def test_a_plan_that_a_clock_cut_short_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted, made = [True], 0
     make_plan = _plan_cache.make_plan
 
@@ -216,25 +202,18 @@ def test_a_plan_that_a_clock_cut_short_is_used_and_improved(
             found.plan = replace(found.plan, planning=replace(found.plan.planning, cut_short=True))
         return found
 
-    def plan() -> jaxremat.Plan:
-        return jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0)
-
     monkeypatch.setattr(_plan_cache, "make_plan", counting)
-    assert plan().planning.cut_short
-    assert plan().planning.cut_short
+    assert planned().planning.cut_short
+    assert planned().planning.cut_short
     assert made == 2, "it is looked for again"
     interrupted[0] = False
-    assert not plan().planning.cut_short
-    assert not plan().planning.cut_short
+    assert not planned().planning.cut_short
+    assert not planned().planning.cut_short
     assert made == 3, "what no clock cut short is final"
 
 
 def test_warnings_of_a_plan_come_again_with_it() -> None:
-    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
-    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
-    plan = jaxremat.plan(
-        train, *ARGS, budget=budget, donate_argnums=0, planning=jaxremat.Planning(cache=False)
-    )
+    plan = planned(cache=False)
     assert plan.warnings == ()
     said = replace(plan, warnings=("it takes long",)).to_json()
     with pytest.warns(JaxrematWarning, match="it takes long"):

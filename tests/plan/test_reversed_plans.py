@@ -69,11 +69,8 @@ def arguments(net: Any) -> tuple[Any, Any]:
 def planned(net: Any, share: float, **options: Any) -> tuple[Any, Any]:
     """The step and its plan within this share of the temporaries: what is undone hardly depends on the solver."""
     step, args = training(net), arguments(net)
-    needs = jaxremat.memory(step, *args, donate_argnums=0)
-    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
-    made = jaxremat.optimize(
-        budget, donate_argnums=0, planning=jaxremat.Planning(solver=MinCut()), **options
-    )(step)
+    options |= {"donate_argnums": 0, "planning": jaxremat.Planning(solver=MinCut())}
+    made = jaxremat.optimize(f"{share:.0%} of temporaries", **options)(step)
     return made, made.plan(*args)
 
 

@@ -39,10 +39,7 @@ def test_a_plan_looks_for_sites_once(verify: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_baseline, "variants", counting("variants", _baseline.variants))
     monkeypatch.setattr(_rules, "attention", counting("attention", _rules.attention))
     args = [jnp.ones((64, 64))] * 8, jnp.ones((1024, 64))
-    stats = jaxremat.memory(train, *args, donate_argnums=0)
-    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
-    plan = jaxremat.plan(
-        train, *args, budget=budget, donate_argnums=0, planning=jaxremat.Planning(verify=verify)
-    )
+    planning = jaxremat.Planning(verify=verify)
+    plan = jaxremat.plan(train, *args, budget="80% of temporaries", donate_argnums=0, planning=planning)
     assert plan.stages
     assert counts == {"variants": 1, "attention": 1}

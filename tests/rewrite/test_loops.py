@@ -132,10 +132,7 @@ def check_budget(case: Case, share: float | None) -> jaxremat.Plan:
 def test_half_of_a_plain_loop_costs_nothing() -> None:
     """Plain JAX stacks every intermediate of the body; what fuses into its reader need not be."""
     case = LOOPS["layers"]
-    args = case.make_args()
-    stats = MemoryStats.of(compile_plain(case, args))
-    budget = stats.base_nbytes + int(0.6 * stats.temporaries_nbytes)
-    plan = jaxremat.plan(case.step, *args, budget=budget, donate_argnums=case.donate_argnums)
+    plan = jaxremat.plan(case.step, *case.make_args(), budget="60% of temporaries", donate_argnums=0)
     assert plan.overhead < 0  # what is not stacked is not written either
 
 

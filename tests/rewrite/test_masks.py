@@ -205,10 +205,9 @@ def test_loops(step: Any) -> None:
     weights, x = args()
     given = jnp.stack([w for w, _ in weights]), jnp.tile(x, (8, 1))
     assert traced(step, given).program.masked
-    memory = jaxremat.memory(step, *given, donate_argnums=0)
-    budget = memory.base_nbytes + int(0.6 * memory.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=0)(step)
-    assert planned.plan(*given).peak_nbytes <= budget
+    planned = jaxremat.optimize("60% of temporaries", donate_argnums=0)(step)
+    plan = planned.plan(*given)
+    assert plan.peak_nbytes <= plan.budget_nbytes
     assert_same(jax.jit(step)(*given), planned(*given))
 
 
@@ -216,12 +215,10 @@ def test_a_plan_that_recomputes_nothing_needs_little_more_than_half() -> None:
     """The compiler does not look through the result: what that is made of is not kept for the masks."""
     step, (weights, x) = net(jax.nn.relu), args()
     given = weights, jnp.tile(x, (4, 1))
-    memory = jaxremat.memory(step, *given, donate_argnums=0)
-    budget = memory.base_nbytes + int(0.75 * memory.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=0, allow=())(step)
+    planned = jaxremat.optimize("75% of temporaries", donate_argnums=0, allow=())(step)
     plan = planned.plan(*given)
-    assert plan.drops_nothing and plan.peak_nbytes <= budget
+    assert plan.drops_nothing and plan.peak_nbytes <= plan.budget_nbytes
     assert_same(jax.jit(step)(*given), planned(*given))
     with without("masks"):
-        unread = jaxremat.optimize(budget, donate_argnums=0, allow=())(step)
+        unread = jaxremat.optimize(plan.budget_nbytes, donate_argnums=0, allow=())(step)
         assert not unread.plan(*given).drops_nothing

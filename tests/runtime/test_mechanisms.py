@@ -1,8 +1,11 @@
 """Mechanisms that are switched off by name, and the record of those that changed something."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import make_step
 
 import jaxremat
 from jaxremat._runtime import _mechanisms
@@ -46,24 +49,12 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_a_plan_is_made_without_what_is_switched_off() -> None:
-    def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        def loss(weights: list[jax.Array]) -> jax.Array:
-            y = x
-            for w in weights:
-                y = jnp.tanh(y @ w)
-            return (y**2).mean()
-
-        value, gradients = jax.value_and_grad(loss)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
-
     args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
-    needs = jaxremat.memory(step, *args, donate_argnums=0)
-    budget = needs.base_nbytes + int(0.6 * needs.temporaries_nbytes)
+    options: Any = {"donate_argnums": 0, "allow": (), "planning": jaxremat.Planning(cache=False)}
 
     def planned() -> set[str]:
-        options = {"donate_argnums": 0, "allow": (), "planning": jaxremat.Planning(cache=False)}
         with recorded() as acted:
-            plan = jaxremat.plan(lambda *args: step(*args), *args, budget=budget, **options)
+            plan = jaxremat.plan(make_step(), *args, budget="60% of temporaries", **options)
         assert not plan.drops_nothing
         return set(acted)
 
