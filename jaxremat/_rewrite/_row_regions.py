@@ -47,7 +47,7 @@ from ._row_scans import Around, BodyBatchingRule, ways
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
 
-LEAST_NBYTES = 2 << 20
+LEAST_NBYTES = 4 << 20
 """It keeps no less than this to itself: chunks of that would be kernels of a few microseconds."""
 
 AT_ONCE = 8
@@ -190,7 +190,10 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
 
     **Arguments:** `outside` equations that are in none.
     """
-    return _regions(program, outside, USUAL) or _regions(program, outside, WIDE)
+    if found := _regions(program, outside, USUAL):
+        return found
+    # One of few stages, as of a few layers alike, is too much for a loop: microbatches and plans are for those.
+    return tuple(each for each in _regions(program, outside, WIDE) if len(each.loops) > USUAL.stages)
 
 
 def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tuple[Region, ...]:
