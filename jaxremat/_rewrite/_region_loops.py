@@ -53,8 +53,8 @@ Loop = Mapping[int, BatchingRule]
 class Limits:
     """What a region may be at most; more is left as it is.
 
-    **Fields:** the contractions of one loop, or it would want a plan of its own, and the `most_products` of all loops;
-    the `stages`; the operations that loops `repeat`, as a share of those that they do.
+    **Fields:** the contractions of one loop (`products`), or it would want a plan of its own, and of all loops
+    (`most_products`); the number of `stages`; the operations that loops `repeat`, as a share of those that they do.
     """
 
     products: int

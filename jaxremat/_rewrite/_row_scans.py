@@ -350,10 +350,9 @@ class _Body:
         if _compat.is_literal(outer) or outer not in self.around.dimension:
             return True
         d = self.around.dimension[outer]
-        if d is None and inner in self.begun and self.around.is_zero(outer):
-            return True  # a sum may begin as these zeros too
         if d is None:
-            self.whole.update(_compat.variables([inner]))
+            if not (inner in self.begun and self.around.is_zero(outer)):  # as which a sum may begin too
+                self.whole.update(_compat.variables([inner]))
             return True
         return not (stacked and d == 0) and self._is_row(inner, d - stacked)
 
