@@ -45,7 +45,7 @@ from ._program._hints import hint as hint
 from ._program._host_arguments import to_host as to_host
 from ._report import Report as Report
 from ._report._actions import Action as Action
-from ._report._copies import Copied as Copied
+from ._report._loop_forms import Copied as Copied
 from ._report._loop_forms import LoopForm as LoopForm
 from ._report._outcome import Round as Round
 from ._runtime._bytes import format_nbytes as format_nbytes

@@ -34,7 +34,7 @@ from examples.benchmarks.networks import KINDS, NAMES, VARIANTS, program
 from examples.benchmarks.records import Record
 from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, shown
 from jaxremat import InfeasibleBudgetError, format_nbytes
-from jaxremat._cli._demo_net import ResNet, initial_state, train_step
+from jaxremat._cli._demo import ResNet, initial_state, train_step
 from jaxremat._compiler._program import Program
 from jaxremat._plan._ledger import Ledger
 

@@ -3,7 +3,7 @@
 
 In: what users write. Out: what they call. Law: bad arguments are refused where they are written.
 
-Reading order: `_optimize`, `_jitted_functions`, `_step`, `_call_keys`, `_step_copies`, `_bound_step` (methods),
-`_argument_kinds` with `_nnx_objects` and `_strict_trees`, `_host_state` (optimizers' states in host memory),
-`_planning`, `_sweep`, `_comparison`, `_checkpoint`, `_names`.
+Reading order: `_optimize`, `_step` (with its copies, and as a method), `_call_keys`, `_argument_kinds` with
+`_nnx_objects` and `_strict_trees`, `_host_state` (optimizers' states in host memory), `_planning`, `_sweep`,
+`_comparison`, `_checkpoint`, `_names`.
 """

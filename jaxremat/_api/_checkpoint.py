@@ -22,9 +22,8 @@ from .._lower._lower import lower
 from .._model._graph import Graph
 from .._plan._agreement import found_first
 from .._plan._arguments import as_tuple, parse_forms
-from .._plan._divided_functions import Choice, Way, best_way, chosen
 from .._plan._request import DEFAULT, Planning, takes_planning
-from .._plan._residuals import Found, Held, HeldPlan, parse_held, plan_held
+from .._plan._residuals import Choice, Found, Held, HeldPlan, Way, best_way, chosen, parse_held, plan_held
 from .._program import _compat
 from .._program._compat import Args, Kwargs, varying_axes
 from .._rewrite._fingerprint import fingerprint

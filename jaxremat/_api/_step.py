@@ -1,10 +1,21 @@
-"""Function, request -> `Step`, which plans when called with new arguments, and runs what was planned."""
+"""Function, request -> `Step`, which plans when called with new arguments, and runs what was planned.
+
+Step, object -> the step as a method of the object, as functions that classes hold have them.
+
+Step -> what pickles and copies it: its function, options and plans; not what is compiled.
+
+Law: a copy follows the plans that the step had, and plans anew for other arguments. A step that is found by the name of
+its function, as a decorated one is, is pickled by that name, as functions are.
+"""
 
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +38,61 @@ from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError, warn
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
 from ._argument_kinds import kind_of
-from ._bound_step import Bound
 from ._call_keys import KeyLocks, key_of, naming_deleted, naming_static, type_of
 from ._host_state import Arrangement, saying_refusals, usable
 from ._nnx_objects import OfObjects
-from ._step_copies import reduced
 from ._strict_trees import OfLeaves
+
+
+def reduced(
+    step: object, plans: tuple[Plan, ...], make: Callable[..., object], state: tuple[object, ...]
+) -> Any:
+    """Return what `__reduce__` does of a step. **Arguments:** `make` a step of its `state` and of plans."""
+    names = str(getattr(step, "__module__", "")), str(getattr(step, "__qualname__", ""))
+    if _found(*names) is step:
+        return _with_plans, (*names, plans)
+    return make, (*state, plans)
+
+
+def _found(module: str, name: str) -> Any:
+    try:
+        return attrgetter(name)(sys.modules[module])
+    except (AttributeError, KeyError):
+        return None
+
+
+def _with_plans(module: str, name: str, plans: tuple[Plan, ...]) -> Any:
+    step = attrgetter(name)(importlib.import_module(module))
+    step.carry(plans)
+    return step
+
+
+class Bound:
+    """`step` as a method of `instance`, which becomes its first argument."""
+
+    def __init__(self, step: Any, instance: object):
+        functools.update_wrapper(self, step)
+        self.__self__ = instance
+        self.__func__ = step
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def plan(self, *args: object, **kwargs: object) -> Plan:
+        """`Step.plan` for this object."""
+        return self.__func__.plan(self.__self__, *args, **kwargs)
+
+    def report(self, *args: object, **kwargs: object) -> Report:
+        """`Step.report` for this object."""
+        return self.__func__.report(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: object, **kwargs: object) -> Any:
+        """`Step.lower` for this object."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def compile(self, *args: object, **kwargs: object) -> Any:
+        """`Step.compile` for this object."""
+        return self.__func__.compile(self.__self__, *args, **kwargs)
 
 
 class _Recent(NamedTuple):

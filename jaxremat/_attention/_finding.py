@@ -7,25 +7,238 @@ gradient, in whatever way the softmax was written.
 
 Law: nothing else reads anything of the size of the scores, or what is made of that: what is returned of it leaves an
 attention as it is. What nothing differentiates, as a reference model's, has no gradient.
+
+Flat equations -> the softmax that a value is linear in: exponentials above the largest, divided by their sum.
+
+The equations of an attention -> those of its gradient, looked up among the others.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._program import _compat
 from .._program._compat import Atom, shaped
+from .._program._inline import Inliner
 from .._program._primitives import is_pointwise, on_host, on_mesh
-from ._differentiating import Gradient, between, gradient_of
+from .._program._splice import inlined
 from ._pattern import Axes, Pattern, Product
-from ._reading import LinearReading, Program, Reading, UnlikeError, count, relabelled
-from ._softmax import Softmax, softmax_in
+from ._reading import (
+    DEEPEST,
+    LINEAR,
+    LinearReading,
+    Program,
+    Reading,
+    UnlikeError,
+    behind,
+    count,
+    is_cast,
+    relabelled,
+)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """**Fields:** the `cotangent` of the result; for queries, keys and values, and other operands, the variable that is
+    their gradient, None where there is none; `at` the first of the equations that make these.
+    """
+
+    cotangent: Any
+    results: tuple[Any, ...]
+    at: int
+
+
+def between(program: Program, result: jex.Var, operands: Sequence[Atom]) -> tuple[list[int], list[Any]]:
+    """Return the equations that make a result of these operands, in order, and what else they read."""
+    depends: dict[Any, bool] = dict.fromkeys(operands, True)
+    first = min(program.maker.get(a, -1) for a in operands)
+
+    def follow(a: Atom) -> bool:
+        if a not in depends:
+            i = program.maker.get(a, -1)
+            read = _compat.variables(program.eqns[i].invars) if i > first else []
+            each = [follow(b) for b in read]  # all of them, to know of each
+            depends[a] = any(each)
+        return depends[a]
+
+    follow(result)
+    made = {program.maker[a] for a, is_so in depends.items() if is_so and a not in operands}
+    read = dict.fromkeys(a for i in sorted(made) for a in _compat.variables(program.eqns[i].invars))
+    return sorted(made), [a for a in read if not depends.get(a, False)]
+
+
+def gradient_of(
+    program: Program,
+    forward: Sequence[int],
+    operands: Sequence[jex.Var],
+    fixed: Sequence[jex.Var],
+    result: jex.Var,
+    scope: int,
+) -> tuple[Gradient | None, set[int]]:
+    """Return the gradient, and the equations that compute it."""
+    best: tuple[Gradient | None, set[int]] = None, set()
+    most = 0
+    for cotangent in _cotangents(program, operands[2], result, scope):
+        for differentiated in _differentiated(program, forward, operands, fixed, result):
+            info = program.eqns[forward[-1]].source_info
+            eqns, made = inlined(differentiated, [*operands, *fixed, cotangent], info)
+            start = len(program.equals.merged_of)
+            for eqn in eqns:
+                program.equals.add(eqn, scope)
+            looked_up = (program.equals.eqns[i] for i in program.equals.merged_of[start:])
+            known = {program.maker[v] for eqn in looked_up for v in eqn.outvars if v in program.maker}
+            own = {i for i in known if program.alive[i]}
+            results = tuple(
+                v if not _compat.is_literal(v) and program.maker.get(v) in own else None
+                for v in map(program.equals.read, made)
+            )
+            makers = [program.maker[v] for v in results if v is not None]
+            if len(makers) > most:
+                most = len(makers)
+                best = Gradient(cotangent, results, min(makers)), own - set(forward)
+    return best
+
+
+def _cotangents(program: Program, values: jex.Var, result: jex.Var, scope: int) -> list[jex.Var]:
+    """Return what may be the cotangent of a result: what values are multiplied by, of the same type."""
+    found: dict[Any, None] = {}
+    for i in program.readers.get(values, ()):
+        eqn = program.eqns[i]
+        if eqn.primitive.name == "dot_general" and program.scopes[i] == scope:
+            for a in _compat.variables(eqn.invars):
+                alike = (shaped(a).shape, shaped(a).dtype) == (shaped(result).shape, shaped(result).dtype)
+                if a is not values and a is not result and alike:
+                    found[a] = None
+    return list(found)
+
+
+def _differentiated(
+    program: Program,
+    forward: Sequence[int],
+    operands: Sequence[jex.Var],
+    fixed: Sequence[jex.Var],
+    result: jex.Var,
+) -> Iterable[jex.ClosedJaxpr]:
+    """Operands, what is `fixed`, cotangent -> gradients, with the maxima as constants, and as they are."""
+    eqns = [program.eqns[i] for i in forward]
+    closed = _compat.new_jaxpr((), (), [*operands, *fixed], [result], eqns)
+    text = f"{len(operands)} of {closed}"
+    if text not in program.gradients:
+        count = len(operands)
+        program.gradients[text] = [_pulled(closed, count, constant=constant) for constant in (True, False)]
+    return program.gradients[text]
+
+
+def _pulled(closed: jex.ClosedJaxpr, count: int, *, constant: bool) -> jex.ClosedJaxpr:
+    jaxpr = closed.jaxpr
+
+    def run(*operands: jax.Array) -> Any:
+        env = dict(zip(jaxpr.invars, operands, strict=True))
+        for eqn in jaxpr.eqns:
+            made = eqn.primitive.bind(
+                *(a.val if _compat.is_literal(a) else env[a] for a in eqn.invars), **eqn.params
+            )
+            if constant and eqn.primitive.name == "reduce_max":
+                made = lax.stop_gradient(made)
+            env[eqn.outvars[0]] = made
+        return env[jaxpr.outvars[0]]
+
+    def pulled(*arguments: jax.Array) -> Any:
+        *operands, cotangent = arguments
+        fixed = operands[count:]
+        _, pull = jax.vjp(lambda *of: run(*of, *fixed), *operands[:count])
+        return pull(cotangent)
+
+    types = [_typed(v) for v in (*jaxpr.invars, jaxpr.outvars[0])]
+    flat = Inliner().program(jax.make_jaxpr(pulled)(*types))
+    assert not flat.consts
+    return flat
+
+
+def _typed(v: jex.Var) -> Any:
+    weak = bool(getattr(v.aval, "weak_type", False))
+    sharding = getattr(v.aval, "sharding", None)
+    named = sharding if sharding is not None and not sharding.mesh.empty else None
+    return jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype, weak_type=weak, sharding=named)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """**Fields:** `weights` that it gives and what it is `of`, both with the same `axes`; along axis `key`."""
+
+    weights: Any
+    of: Any
+    axes: Axes
+    key: int
+
+
+def softmax_in(program: Program, a: Atom, axes: Axes, key: int, depth: int = 0) -> Softmax | None:
+    """Return the softmax that a value is linear in."""
+    eqn = program.made(a)
+    if eqn is None or depth > DEEPEST:
+        return None
+    if eqn.primitive.name == "div" and (found := _is_softmax(program, eqn, axes, key)) is not None:
+        return found
+    if (inner := relabelled(eqn, axes)) is not None:
+        whole = not _compat.is_literal(eqn.invars[0]) and count(eqn.invars[0]) == count(a)
+        return softmax_in(program, eqn.invars[0], inner, key, depth + 1) if whole else None
+    if eqn.primitive.name in LINEAR:
+        for b in _compat.variables(eqn.invars):
+            whole = shaped(b).shape == shaped(a).shape and shaped(b).dtype != np.bool_
+            if whole and (found := softmax_in(program, b, axes, key, depth + 1)) is not None:
+                return found
+    return None
+
+
+def _is_softmax(program: Program, eqn: jex.JaxprEqn, axes: Axes, key: int) -> Softmax | None:
+    exponentials, total = eqn.invars
+    exp = program.made(exponentials)
+    if exp is None or exp.primitive.name != "exp" or _compat.is_literal(total):
+        return None
+    difference = program.made(exp.invars[0])
+    if difference is None or difference.primitive.name != "sub":
+        return None
+    of, most = difference.invars
+    if _compat.is_literal(of) or _compat.is_literal(most):
+        return None
+    rest = tuple(axis for axis in axes if axis != key)
+    if _reduced(program, total, axes, "reduce_sum", exponentials) != rest:
+        return None
+    if _reduced(program, most, axes, "reduce_max", of) != rest:
+        return None
+    return Softmax(eqn.outvars[0], of, axes, key)
+
+
+def _reduced(program: Program, a: Atom, axes: Axes, name: str, of: Atom) -> Axes | None:
+    """Return the axes that are left where a value is a reduction of another along one axis, spread again; None
+    where not.
+    """
+    root, left = behind(program, a, axes, maxima=name == "reduce_max")
+    eqn = program.made(root)
+    if eqn is None or eqn.primitive.name != name or len(eqn.params["axes"]) != 1:
+        return None
+    operand = eqn.invars[0]
+    while operand is not of:  # sums of short numbers are in f32
+        cast = program.made(operand)
+        if cast is None or not is_cast(cast):
+            return None
+        operand = cast.invars[0]
+    d = int(eqn.params["axes"][0])
+    if operand.aval.shape[:d] + operand.aval.shape[d + 1 :] != root.aval.shape:
+        return None
+    # Dimensions of size 1 may have lost their number on the way.
+    own = [axis for i, axis in enumerate(axes) if i != d]
+    agree = all(axis == there or n == 1 for axis, there, n in zip(left, own, root.aval.shape, strict=True))
+    return tuple(own) if agree else None
+
 
 LEAST_SHARE = 2
 """The matrix of scores is worth doing without where it is this many times the queries, or larger."""

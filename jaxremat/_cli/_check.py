@@ -1,25 +1,31 @@
-"""`jaxremat check` and `time`: the plain step and the planned one run, beside each other."""
+"""`jaxremat check` and `time`: the plain step and the planned one run, beside each other.
 
-from collections.abc import Callable
+Variants of a step and its arguments -> arguments to run it with, and seconds of each run.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import typer
 from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from .._api._comparison import Leaf, differences, follows_signs
+from .._api._comparison import Leaf, Run, copied, differences, follows_signs
 from .._api._step import Step
 from .._compiler._program import placed
 from .._compiler._target import Target
 from .._model._device_specs import find
 from .._plan._plan import Plan
+from .._program._compat import Args, Kwargs
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import TargetError
 from ._command import Answer, command
-from ._runs import concrete, medians, time_in_turn
 from ._subject import BudgetText, PlanningOptions, Subject, step_of
 
 _ROWS = 12
@@ -151,3 +157,50 @@ def _timed(plan: Plan, found: dict[str, dict[str, float]], ratio: float) -> Grou
 def _peak(plan: Plan) -> str:
     peak = plan.compiled_peak_nbytes or plan.predicted_peak_nbytes
     return f"peak {format_nbytes(peak)}; the plain step needs {plan.plain_needs}"
+
+
+def concrete(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments with arrays in place of shapes, and whether there were any.
+
+    Floats are random in [0, 0.1), which suits weights and second moments alike; integers are 0.
+    """
+    shapes = 0
+
+    def fill(leaf: object) -> Any:
+        nonlocal shapes
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        shapes += 1
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), leaf.shape) if leaf.shape else jax.random.key(0)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        key = jax.random.fold_in(jax.random.key(0), shapes)
+        return jax.random.uniform(key, leaf.shape, jnp.float32, maxval=0.1).astype(leaf.dtype)
+
+    args, kwargs = jax.tree.map(fill, (args, kwargs))
+    return args, kwargs, shapes > 0
+
+
+def time_in_turn(runs: Mapping[str, Run], args: object, kwargs: object, count: int) -> dict[str, list[float]]:
+    """Return seconds of each run of each, in turn, so that whatever else the machine does meets all of them.
+
+    Each starts from a copy of the arguments, made outside of the time, as a step may overwrite them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(-1, count):  # run -1 warms up
+        for name, run in runs.items():
+            own, named = jax.block_until_ready(copied((args, kwargs)))
+            began = time.perf_counter()
+            jax.block_until_ready(run(*own, **named))
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median, fastest and slowest of each."""
+    return {
+        name: {"median": statistics.median(each), "fastest": min(each), "slowest": max(each)}
+        for name, each in seconds.items()
+    }

@@ -47,7 +47,7 @@ def measure(
     found: dict[int, float] = {}
     with phase("timing single operations", len(large), kind="measure") as progress, cache:
         for i, eqn in large:
-            run = functools.partial(_seconds, alone(eqn), device, dict(options))
+            run = functools.partial(_run_seconds, alone(eqn), device, dict(options))
             seconds = cache.get(key(eqn, where), run)
             if seconds is not None:
                 found[i] = seconds
@@ -55,7 +55,7 @@ def measure(
     return found
 
 
-def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, object]) -> float | None:
+def _run_seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, object]) -> float | None:
     """Return the median time of a run, to two digits; None of what cannot run alone."""
     try:
         with jax.default_device(device):

@@ -115,7 +115,7 @@ def _kernels(module: Module, computation: Computation) -> Iterator[Kernel]:
         if opcode in FREE or opcode.endswith(("-done", "-update")):
             continue
         if transfer(module, instruction) or _ALLOCATED in instruction.attributes:
-            continue  # beside the kernels, see `_host_traffic`; no kernel
+            continue  # beside the kernels, see `host_traffic`; no kernel
         if opcode not in CONTROL:
             yield _kernel(module, computation, scope, instruction)
             continue

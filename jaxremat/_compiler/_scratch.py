@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import jax.extend.core as jex
 
-from .._model._graph import Graph
-from .._model._reuse import dies_at
+from .._model._graph import Graph, dies_at
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_relabelling

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.extend.core as jex
 
-from .._model._backend import Backend
+from .._model._graph import Backend
 from .._program import _compat
 from .._program._primitives import is_loop_edge
 from .._rewrite._flat_program import with_eqns

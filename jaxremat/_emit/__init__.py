@@ -7,5 +7,5 @@ Reading order: `_emit` (the joint program of a whole step); `_analysis` (what is
 `_hoisting` and `_layouts`; `_constraints` (what must be finished before what, by rules that one can read and leave
 out), `_writer` (equations and barriers), `_transfers` (copies from and to host memory), `_detaching`; `_validation`
 (that the program computes the step); for functions that are differentiated later `_joint`, `_bodies`, `_halves`
-(custom_vjp), `_differentiable_barrier`, and `_naming`, `_segmentation`, `_policy`, `_max_pool` (policies).
+(custom_vjp), and `_naming`, `_segmentation`, `_policy` (policies).
 """

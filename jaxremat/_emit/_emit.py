@@ -28,11 +28,10 @@ from .._model._graph import Graph
 from .._model._optimizer_updates import finishing_sums
 from .._model._primitive_names import FETCH
 from .._model._schedule import Schedule
-from .._model._stage_merging import merged
+from .._model._stages import merged
 from .._program import _compat
 from .._program._run_counts import check_runs
-from .._rewrite._canonical_convolutions import canonical_in_bodies
-from .._rewrite._kernel_choice import replaced
+from .._rewrite._kernel_choice import canonical_in_bodies, replaced
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected

@@ -13,8 +13,8 @@ from .._model._schedule import Schedule
 from .._program import _compat
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
-from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._flat_program import within
+from .._rewrite._kernel_choice import canonical_in_bodies
 from .._rewrite._loop_closing import close_loops, without_unread
 from ._analysis import Analysis
 from ._emit import write

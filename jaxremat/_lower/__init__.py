@@ -4,6 +4,5 @@ In: `Traced`, the plain step's kernels. Out: `Graph`. Law: what the plain step's
 in only where it cannot be asked.
 
 Reading order: `_build` (`build_graph`: facts and a variant become a graph), `_facts` (what the compiled plain step
-shows); `_lower`, `_kernel_prices`, `_epilogues`; of loops `_loop_memory`, `_iteration` (one compiled alone) and
-`_loop_seconds`.
+shows); `_lower`, `_kernel_prices`; of loops `_loop_memory` and `_iteration` (one compiled alone).
 """

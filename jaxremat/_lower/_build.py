@@ -1,14 +1,30 @@
-"""Variant of a step, facts of the plain step -> `Graph`, by what XLA writes to memory."""
+"""Variant of a step, facts of the plain step -> `Graph`, by what XLA writes to memory.
 
-from collections.abc import Mapping
+Compiled plain step, iterations compiled alone -> how much longer the loops of a variant take than those of the step.
+
+Counted is what they take where they stack nothing and find all saved: what a plan saves in them and recomputes has
+prices of its own. An optimizer's updates that a variant moves into its loops are no longer made outside of them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from .._attention._operations import attends
+from .._compiler._devices import DeviceSpec
+from .._compiler._hlo import CONTROL, NAMES, Instruction, Module, maker
+from .._compiler._roofline import kernels, roofline, seconds_of
+from .._compiler._tags import TAG
 from .._model._graph import Graph
+from .._model._loop_levels import deep
+from .._model._variant import REVERSED, Variant
+from .._program._primitives import is_in_chunks
+from .._rewrite._flat_program import FORWARD, UNPAIRED, Loop
 from .._rewrite._trace import Traced
 from ._facts import BaselineFacts
 from ._iteration import Iteration, backward, forward, repeated
-from ._loop_seconds import longer_seconds
+from ._kernel_prices import always_stacked_seconds
 from ._lower import lower
 
 
@@ -58,3 +74,137 @@ def build_graph(traced: Traced, facts: BaselineFacts, otherwise: float | None = 
     more = longer_seconds(graph, traced, facts, pairs, both)
     more = otherwise if more is None else more
     return graph if more is None else replace(graph, extra_seconds=more)
+
+
+def longer_seconds(
+    graph: Graph,
+    traced: Traced,
+    facts: BaselineFacts,
+    iterations: Mapping[int, Iteration],
+    both: Mapping[int, Iteration],
+) -> float | None:
+    """Compute what the loops of a variant take longer than the tagged plain step's where they stack nothing and find
+    all saved; None where that is not known.
+
+    **Arguments:** `iterations` of pairs of loops; `both` those with a forward and a backward pass of their own.
+    """
+    variant, device = traced.form, facts.device
+    if variant.settings(REVERSED):
+        return None
+    eqns = zip(facts.division.local(traced)[0].jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
+    apart = [eqn for eqn, loop in eqns if is_in_chunks(eqn) or (attends(eqn) and loop < 0)]
+    if deep(variant):  # whose forward passes are counted by their iterations
+        apart = [eqn for eqn in apart if eqn.primitive.name != "scan" or is_in_chunks(eqn)]
+    in_chunks = math.fsum(facts.alone_seconds(apart))
+    looped = _known(traced.loops, variant) and _known(facts.plain.loops, facts.plain.form)
+    if not (in_chunks or looped or traced.microbatches):
+        return None
+    moved = _moved_seconds(facts, facts.plain.places(traced), most=traced.microbatches > 0)
+    if traced.microbatches:
+        modules = {i: facts.compiled(iteration) for i, iteration in both.items()}
+        in_chunks += traced.microbatches * math.fsum(_microbatch_seconds(traced, modules, device))
+        looped = bool(facts.plain.loops)
+    if not looped:
+        return in_chunks - moved
+    modules = {i: facts.compiled(iteration) for i, iteration in iterations.items()}
+    taken = _looped_seconds(graph, traced, modules, device) + always_stacked_seconds(graph, device)
+    return in_chunks + taken - moved - _plain_seconds(facts.module, device)
+
+
+def _known(loops: Sequence[Loop], variant: Variant) -> bool:
+    """Return whether iterations alone say what a variant's loops take: there are loops, and no others with loops in
+    them than those that levels make.
+    """
+    inner = any(loop.role == UNPAIRED or loop.parent >= 0 for loop in loops)
+    return bool(loops) and (not inner or deep(variant))
+
+
+def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: DeviceSpec) -> Iterator[float]:
+    """Yield what a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
+    for i, module in both.items():
+        loop = traced.loops[i]
+        if loop.parent < 0 and loop.length == traced.microbatches:
+            yield roofline(module, device).seconds + device.launch_seconds - _plain_seconds(module, device)
+
+
+def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], device: DeviceSpec) -> float:
+    """Return seconds of all iterations of the form's loops, with a kernel each that counts them.
+
+    Levels run a forward pass once more for each loop around its own, and in the forward pass.
+    """
+    taken = 0.0
+    for i, module in alone.items():
+        around, loop = len(graph.within(i)) - 1 - bool(traced.microbatches), traced.loops[i]
+        once = roofline(module, device).seconds + device.launch_seconds
+        taken += graph.total_trips[i] * once * (1 + around * (loop.role == FORWARD))
+    return taken
+
+
+def _plain_seconds(module: Module, device: DeviceSpec) -> float:
+    """Return seconds of the plain program's pairs of loops, with what fills their stacks: those loops have no tag."""
+    entry = module.computations[module.entry]
+    scope = entry.by_name()
+    bodies: set[str] = set()
+    begun: set[str] = set()
+    for instruction in entry.instructions:
+        if instruction.opcode == "while" and not TAG.search(instruction.op_name):
+            bodies.update(_within(module, instruction))
+            begun.update(_read_by(scope, instruction))
+    return math.fsum(
+        kernel.total_trips * seconds_of(kernel, device)
+        for kernel in kernels(module)
+        if kernel.computation in bodies
+        or (
+            kernel.instruction.name in begun and kernel.computation == module.entry and not kernel.read_nbytes
+        )
+    )
+
+
+def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: bool) -> float:
+    """Return seconds of the plain program's kernels outside of pairs of loops that only make what a variant makes
+    otherwise.
+
+    **Arguments:** `places` for the equations that the variant has too, by index, what they are there; `most` whether
+    that makes most of the step within, and so what is of no equation.
+    """
+    module, device = facts.module, facts.device
+    entry = module.computations[module.entry]
+    scope = entry.by_name()
+
+    def gone(instruction: Instruction) -> bool:
+        makers = [maker(module, TAG, scope, instruction, leaf) for leaf in range(len(instruction.shapes))]
+        return all(int(tag) not in places if isinstance(tag, str) else most for tag in makers)
+
+    bodies: set[str] = set()  # of loops that are gone as a whole
+    for instruction in entry.instructions:
+        tags = TAG.findall(instruction.op_name) if instruction.opcode == "while" else []
+        if tags and all(int(tag) not in places for tag in tags):
+            bodies.update(_within(module, instruction))
+    return math.fsum(
+        kernel.total_trips * seconds_of(kernel, device)
+        for kernel in kernels(module)
+        if kernel.computation in bodies
+        or (kernel.computation == module.entry and kernel.instruction.shapes and gone(kernel.instruction))
+    )
+
+
+def _within(module: Module, instruction: Instruction) -> set[str]:
+    """Return the computations that run as part of an instruction."""
+    found: set[str] = set()
+    for name in instruction.callees:
+        inside = (each for each in module.computations[name].instructions if each.opcode in CONTROL)
+        found.update({name}, *(_within(module, each) for each in inside))
+    return found
+
+
+def _read_by(scope: Mapping[str, Instruction], instruction: Instruction) -> set[str]:
+    """Return whose buffers an instruction reads, behind mere names."""
+    found: set[str] = set()
+    waiting = list(instruction.operands)
+    while waiting:
+        each = scope[waiting.pop()]
+        if each.opcode in NAMES:
+            waiting.extend(each.operands)
+        else:
+            found.add(each.name)
+    return found

@@ -17,10 +17,10 @@ from .._compiler._measured_times import measure
 from .._compiler._program import Program
 from .._compiler._scratch import Scratch, scratch
 from .._compiler._shardings import Division
+from .._compiler._single_equation import alone_seconds, workspaces
 from .._compiler._tags import Written, written
-from .._compiler._workspace import alone_seconds, workspaces
-from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
+from .._model._graph import Backend, backend
 from .._model._pins import Patterns
 from .._rewrite._encodings import decoders
 from .._rewrite._flat_program import UNPAIRED

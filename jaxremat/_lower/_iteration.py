@@ -22,8 +22,7 @@ from .._compiler._hlo import Module, parse
 from .._compiler._program import Program
 from .._emit._analysis import Analysis
 from .._emit._emit import write
-from .._model._backend import Backend
-from .._model._graph import Graph
+from .._model._graph import Backend, Graph
 from .._model._schedule import save_all
 from .._model._stages import uncut
 from .._program import _compat

@@ -16,8 +16,7 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._scratch import Scratch, with_room
 from .._compiler._tags import Written
 from .._emit._layouts import axes_in_memory
-from .._model._backend import backend
-from .._model._graph import Graph, Node, Pin, Stage, Value
+from .._model._graph import Graph, Node, Pin, Stage, Value, backend
 from .._model._pins import Patterns, matching, with_pins
 from .._model._primitive_names import FETCH, GATHER, OVERWRITING, PUT
 from .._model._stages import cut_stages
@@ -40,8 +39,7 @@ from .._rewrite._gathered_operands import is_gather
 from .._rewrite._kernel_choice import replaced
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
-from ._epilogues import sums_of_scattered, written_sums
-from ._kernel_prices import behind_views, handed_over, priced
+from ._kernel_prices import behind_views, handed_over, priced, sums_of_scattered, written_sums
 from ._loop_memory import carried_values, crossing_values, with_waiting, written_whole
 
 INDEX_SHARE = 0.01

@@ -3,9 +3,8 @@
 In: sizes, seconds, who reads whom. Out: stages, schedules, profiles. Law: no JAX here; `simulate` is the one
 definition of memory and time, which every solver's answer is held against.
 
-Reading order: `_graph`, `_stages` (where the backward pass may stop and recompute), `_schedule`, `_simulate`
-(on a `_tape`), `_timeline`; then what the graph derives: `_reuse`, `_later_passes` (of steps that
-differentiate several times), `_optimizer_updates`, `_stage_merging`; what surrounds it: `_backend`,
-`_device_specs`, `_primitive_names`, `_pins`; which variants the step may take: `_variant`, `_sites` with
-`_loop_levels`; and `_example_graphs`, on which planners are tried.
+Reading order: `_graph`, `_stages` (where the backward pass may stop and recompute), `_schedule`, `_simulate` (on a
+`_tape`), `_timeline`; then what the graph derives: `_later_passes` (of steps that differentiate several times),
+`_optimizer_updates`; what surrounds it: `_device_specs`, `_primitive_names`, `_pins`; which variants the step may take:
+`_variant`, `_sites` with `_loop_levels`; and `_example_graphs`, on which planners are tried.
 """

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._runtime._json import read
+from .._runtime._files import read
 
 # NumPy's spellings of the types that the table spells as HLO does.
 _SPELLING = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "s", "bool": "pred"}

@@ -7,19 +7,48 @@ are recomputed.
 
 Only *materialised* values occupy memory. The others live inside the kernels that XLA fuses their producers into:
 reading one means reading its materialised `sources` again.
+
+Graph -> the kernels whose result takes over the memory of an operand that dies there.
+
+Platform -> what its compiler does with a step, as far as plans depend on it.
+
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .._runtime._mechanisms import mechanism
 from . import _tape
-from ._backend import Backend, backend
 from ._host_copies import HostMemory, Offload
-from ._reuse import in_place
+from ._primitive_names import OVERWRITING
 from ._variant import PLAIN, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A compiler's habits.
+
+    **Fields:**
+
+    - `materialises_eagerly`: it makes large arrays (broadcasts, zeros, operands in another layout, costly pointwise
+      results) long before they are read, unless a barrier holds back what they are made of.
+    - `fuses_reductions`: it makes one kernel of a reduction or an update and of what makes its operands, which a
+      barrier would cut in two. So barriers are few, updates run in the stage of their gradient, and the kernels of a
+      compiled program say what it costs.
+    """
+
+    materialises_eagerly: bool
+    fuses_reductions: bool
+
+
+@functools.cache
+def backend(platform: str) -> Backend:
+    """Return the compiler of a platform, by JAX's name (`"cpu"`, `"gpu"`, ...)."""
+    return Backend(materialises_eagerly=platform == "cpu", fuses_reductions=platform != "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,3 +441,58 @@ class Graph:
     def kernels(self) -> Iterator[Node]:
         """Return the nodes that run as kernels of their own, in execution order."""
         return (n for n in self.nodes if self.kernel[n.id])
+
+
+def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
+    """Return whether no later node reads the value (of this size), which the step made, under any schedule.
+
+    Of the forward pass's values it is known where compilers fuse: XLA:CPU may keep them under another kernel's result.
+    """
+    value = graph.values[v]
+    own = value.producer >= 0 and not value.is_output
+    own = own and (graph.backend.fuses_reductions or not graph.nodes[value.producer].forward)
+    own = own and nbytes in (None, value.nbytes) and graph.last_reader.get(v) == node.id
+    return own and graph.kept_by(v, graph.reader_loop(node)) < 0
+
+
+def _begun(graph: Any) -> frozenset[int]:
+    """Return the carries of loops in the memory of what they begin with: it is for nothing else, and none of it runs
+    again.
+    """
+    values, carries = graph.values, (node for node in graph.nodes if node.primitive == "scan_carry")
+    begun = (
+        (node, values[v]) for node in carries for v in node.inputs if list(graph.readers[v]) == [node.id]
+    )
+    return frozenset(
+        node.id
+        for node, value in begun
+        if value.producer >= 0 and not value.is_output and value.nbytes == values[node.outputs[0]].nbytes
+    )
+
+
+@mechanism("operands' memory taken over", off=lambda _: frozenset())
+def in_place(graph: Any) -> frozenset[int]:
+    """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
+
+    These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that nobody else
+    reads later, nor a reduction that is fused into the kernel; and carries, in either pass.
+    """
+    # what reductions that a fused value hides read, before any of it may be written over
+    reduced: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        fused = [v for v in node.outputs if not graph.values[v].materialised]
+        hidden = frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)) if fused else None
+        if hidden is not None and node.fusion_root:
+            hidden = hidden.union(*(graph.sources[v] for v in node.inputs))
+        reduced.update((v, hidden) for v in fused if hidden)
+
+    return _begun(graph).union(
+        node.id
+        for node in graph.nodes
+        if (node.primitive in OVERWRITING or not node.fusion_root)
+        and not node.forward
+        and len(node.outputs) == 1
+        for nbytes in (graph.values[node.outputs[0]].nbytes,)
+        for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
+        if any(v not in read and dies_at(graph, v, node, nbytes) for v in graph.reads[node.id])
+    )

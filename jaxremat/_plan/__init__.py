@@ -10,5 +10,5 @@ its variants); `_verify` (a request answered), `_search` (which candidate next, 
 more here), `_nearby` (a plan made from that of nearly the same step); `_refusal` (what to say where nothing fits, and
 of pins that stand in the way), `_state_on_host` (what to do then), `_defects` (variants that cannot be made);
 `_made_for`, `_plan`, `_plan_cache`, `_agreement` (one plan in several processes), `_frontier`; `_residuals` (functions
-that are differentiated later) with `_divided_functions` (in parts); `_arguments`.
+that are differentiated later); `_arguments`.
 """

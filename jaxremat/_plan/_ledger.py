@@ -14,8 +14,7 @@ from .._emit._emit import FINISHED
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule, check
 from .._model._simulate import Profile, simulate
-from .._report._outcome import Round
-from .._report._planning_time import PlanningTime
+from .._report._outcome import PlanningTime, Round
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InstallError, SolverError
 from .._runtime._progress import Stopwatch, phase

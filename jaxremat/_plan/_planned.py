@@ -26,10 +26,8 @@ from .._model._schedule import Schedule, check
 from .._model._simulate import simulate, waits
 from .._report._account import account
 from .._report._actions import NONE_DECIDED, actions, decided
-from .._report._copies import Copied
-from .._report._loop_forms import loop_forms
-from .._report._outcome import Collectives
-from .._report._planning_time import PlanningTime
+from .._report._loop_forms import Copied, loop_forms
+from .._report._outcome import Collectives, PlanningTime
 from .._rewrite._encodings import BY_CODE
 from .._rewrite._fingerprint import Outline
 from .._rewrite._trace import Traced

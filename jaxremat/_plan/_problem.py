@@ -24,8 +24,7 @@ from .._emit._detaching import Detached
 from .._emit._emit import FINISHED, emit
 from .._emit._validation import unproved
 from .._lower._lower import as_stacked, estimate_base, lower
-from .._model._backend import Backend, backend
-from .._model._graph import Graph
+from .._model._graph import Backend, Graph, backend
 from .._model._host_copies import HostMemory
 from .._model._pins import Patterns
 from .._model._schedule import Schedule, close_over_dependencies, save_all

@@ -15,7 +15,7 @@ import jax.extend.core as jex
 from .._attention._finding import Site, attention
 from .._attention._kernels import LEAST_CAPABILITY, gradient_fits, kernels_seconds
 from .._compiler._devices import DeviceSpec
-from .._compiler._tried_kernels import kernels_work
+from .._compiler._single_equation import kernels_work
 from .._model._graph import Graph
 from .._model._loop_levels import Loops
 from .._model._schedule import save_all

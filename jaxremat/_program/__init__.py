@@ -3,10 +3,8 @@
 In: what `jax.jit(...).trace` gives. Out: equations without calls, equal ones merged. Law: evaluating them gives what
 the function gives; the door to private or versioned parts of JAX is `_compat`, and nowhere else.
 
-Reading order: `_compat`, `_splice`, `_primitives`, `_axes`, `_flops`, `_inline`,
-`_common_subexpressions`, `_hints`,
+Reading order: `_compat`, `_splice`, `_primitives`, `_axes`, `_flops`, `_inline`, `_common_subexpressions`, `_hints`,
 `_host_arguments`, `_references`, `_run_counts`, `_sharding_propagation`; `_equivalence` (two programs compute the same)
-with `_value_numbers`, `_operation_keys`, `_row_indices`, `_index_rules`, `_array_rules`, `_mask_rules`, `_carries`,
-`_recurrences`, `_windows`, `_chunk_kinds`, `_chunk_slabs`, `_chunk_loops`;
-`_plugin_messages` (of JAX's first import).
+with `_value_numbers`, `_operation_keys`, `_row_indices`, `_index_rules`, `_array_rules`, `_carries`, `_windows`,
+`_chunk_kinds`, `_chunk_slabs`, `_chunk_loops`; `_plugin_messages` (of JAX's first import).
 """

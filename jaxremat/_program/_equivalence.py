@@ -18,9 +18,8 @@ import numpy as np
 from . import (
     _array_rules,  # noqa: F401 (it adds its rules)
     _compat,
-    _mask_rules,  # noqa: F401 (it adds its rules)
 )
-from ._carries import Carries
+from ._carries import Carries, again, once_more
 from ._chunk_kinds import AllRows, Inside, Places, all_rows
 from ._chunk_loops import of_all_rows
 from ._compat import Atom, shaped
@@ -28,7 +27,6 @@ from ._index_rules import grid, scalar
 from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
 from ._primitives import PLACES, inner_eqns, is_in_chunks, runs_in_order
-from ._recurrences import again, once_more
 from ._row_indices import by_row, is_indexing
 from ._value_numbers import Affine, Node, Type, Values, alone, constant, symbol_bit
 

@@ -3,7 +3,7 @@
 A *node* is an operation on numbered operands. Making a node that is there gives its number, and `RULES` say which nodes
 are others by another name: an identity is its operand, a row of a stack is what was stacked. Loops need two things
 more. A *symbol*, one for each depth of loops, is the row that an iteration works on: what iterations read are rows of
-arrays at *affine* places, `2 * symbol + 1`. A *hole* stands for a carry until `_recurrences` knows what that is.
+arrays at *affine* places, `2 * symbol + 1`. A *hole* stands for a carry until `_carries` knows what that is.
 
 Law: nodes of one number have the same value wherever their symbols and holes have, apart from rounding where a rule
 says so. Every rule is of one operation, and knows nothing of whole programs.

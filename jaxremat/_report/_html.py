@@ -1,13 +1,19 @@
-"""Outcome -> HTML: a whole page, or a fragment for notebooks. Needs jinja2."""
+"""Outcome -> HTML: a whole page, or a fragment for notebooks. Needs jinja2.
+
+Timeline -> the shapes of its picture, in a box of `WIDTH` by `HEIGHT` that the page stretches.
+"""
 
 import re
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from .._model._timeline import KINDS
+from .._model._timeline import KINDS, Moment, Timeline
 from .._runtime._bytes import format_nbytes
-from ._chart import HEIGHT, LAYERS, WIDTH, chart
+from ._account import Account
 from ._content import (
+    NOTES,
     ROUND,
     format_seconds,
     is_plain,
@@ -22,8 +28,156 @@ from ._content import (
     verdict,
     verified,
 )
-from ._notes import NOTES
 from ._outcome import Outcome, alike, by_kind, bytes_of
+
+WIDTH, HEIGHT = 1000, 300
+
+LAYERS = ("base", "forward", "recomputed", "backward", "scratch")
+"""From the bottom of the picture to its top."""
+
+
+class Layer(NamedTuple):
+    """An area from the bottom up to all that is below its upper edge: `path` of an SVG, drawn before lower ones."""
+
+    kind: str
+    path: str
+
+
+class Line(NamedTuple):
+    """A level: how far from the top, in percent, and what it says."""
+
+    top: float
+    nbytes: int
+
+
+class Stretch(NamedTuple):
+    """A pass, or a copy: from where to where, in the box's units."""
+
+    kind: str
+    begin: float
+    width: float
+
+
+class Panel(NamedTuple):
+    """The picture of one run.
+
+    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `copies` to host memory
+    and back, none where there are none; `forward` where the backward pass begins and `end` where the run ends, in
+    percent; `measured` the compiled peak, and `modelled_nbytes` the curve's own.
+    """
+
+    name: str
+    seconds: float
+    layers: tuple[Layer, ...]
+    stretches: tuple[Stretch, ...]
+    copies: tuple[Stretch, ...]
+    forward: float
+    end: float
+    measured: Line | None
+    modelled_nbytes: int
+
+
+class Chart(NamedTuple):
+    """All pictures, on the same scales: `ticks` of the memory, the `budget` line if it is on them, `seconds` in all."""
+
+    panels: tuple[Panel, ...]
+    ticks: tuple[Line, ...]
+    budget: Line | None
+    seconds: float
+
+
+def chart(outcome: Outcome) -> Chart:
+    """Return the pictures of a plan: of the plain step and the planned one, or of the one that is both."""
+    account = outcome.account
+    compiled = outcome.compiled_peak_nbytes
+    plain = None if outcome.baseline_modelled else outcome.baseline_peak_nbytes
+    names = ("Plain step", "Planned step")
+    runs = list(zip(names, account.runs, (plain, compiled), strict=False))
+    highest = max(max(_peak(account, run), measured or 0) for _, run, measured in runs)
+    shown = outcome.budget_nbytes <= 1.5 * highest  # a budget far above would flatten the picture
+    top = 1.08 * max(highest, outcome.budget_nbytes if shown else 0, 1)
+    seconds = max(run.seconds for _, run, _ in runs) or 1.0
+
+    def line(nbytes: int) -> Line:
+        return Line(round(100 * (1 - nbytes / top), 2), nbytes)
+
+    panels = tuple(
+        Panel(
+            name=name,
+            seconds=run.seconds,
+            layers=_layers(account, run, seconds, top),
+            stretches=_stretches(account, run, seconds),
+            copies=tuple(
+                Stretch(
+                    "fetch" if copy.back else "offload",
+                    _across(copy.begin, seconds),
+                    max(_across(copy.end, seconds) - _across(copy.begin, seconds), 1),
+                )
+                for copy in run.copies
+            ),
+            forward=round(100 * run.forward_seconds / seconds, 2),
+            end=round(100 * run.seconds / seconds, 2),
+            measured=line(measured) if measured else None,
+            modelled_nbytes=_peak(account, run),
+        )
+        for name, run, measured in runs
+    )
+    ticks = tuple(line(nbytes) for nbytes in _ticks(top))
+    return Chart(panels, ticks, line(outcome.budget_nbytes) if shown else None, seconds)
+
+
+def _peak(account: Account, run: Timeline) -> int:
+    return account.base_nbytes + (run.peak.nbytes if run.peak else 0)
+
+
+def _levels(base_nbytes: int, moment: Moment) -> tuple[int, ...]:
+    """Return the upper edges of the layers."""
+    edges = [base_nbytes]
+    for nbytes in (
+        moment.forward_nbytes,
+        moment.recomputed_nbytes,
+        moment.backward_nbytes,
+        moment.scratch_nbytes,
+    ):
+        edges.append(edges[-1] + nbytes)
+    return tuple(edges)
+
+
+def _layers(account: Account, run: Timeline, seconds: float, top: float) -> tuple[Layer, ...]:
+    edges = [_levels(account.base_nbytes, moment) for moment in run.moments]
+    found = []
+    for i, kind in reversed(list(enumerate(LAYERS))):
+        path, y = [f"M0 {HEIGHT}"], HEIGHT
+        for moment, levels in zip(run.moments, edges, strict=True):
+            new = round(HEIGHT * (1 - levels[i] / top))
+            if new != y:
+                path.append(f"H{_across(moment.seconds, seconds)}V{new}")
+                y = new
+        found.append(Layer(kind, "".join([*path, f"H{_across(run.seconds, seconds)}V{HEIGHT}Z"])))
+    return tuple(found)
+
+
+def _stretches(account: Account, run: Timeline, seconds: float) -> tuple[Stretch, ...]:
+    kinds = [account.groups[moment.running].kind for moment in run.moments]
+    begins = [moment.seconds for i, moment in enumerate(run.moments) if i == 0 or kinds[i] != kinds[i - 1]]
+    names = [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    places = [_across(begin, seconds) for begin in (*begins, run.seconds)]
+    return tuple(
+        Stretch(kind, begin, end - begin) for kind, (begin, end) in zip(names, pairwise(places), strict=True)
+    )
+
+
+def _across(at: float, seconds: float) -> int:
+    return round(WIDTH * at / seconds)
+
+
+def _ticks(top: float) -> Sequence[int]:
+    """Up to six round numbers of bytes from 0 up."""
+    steps = (
+        round_number * 1024**k for k in range(6) for round_number in (1, 2, 5, 10, 20, 50, 100, 200, 500)
+    )
+    return range(0, int(top), next(step for step in steps if top / step < 6))
+
 
 VALUES = 24
 """Rows of the tables of values, at most; the rest is summed up."""

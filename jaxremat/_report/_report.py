@@ -29,7 +29,7 @@ class Report:
 
     def text(self, width: int = 100) -> str:
         """Return the report as plain text of at most about so many columns."""
-        from ._rich import rendered
+        from ._text import rendered
 
         return rendered(self.outcome, width, colours=False)
 
@@ -62,12 +62,12 @@ class Report:
         return page(self.outcome, whole=False, summary=summary)
 
     def __rich_console__(self, console: object, options: Any) -> Iterator[Any]:
-        from ._rich import renderables
+        from ._text import renderables
 
         yield from renderables(self.outcome, options.max_width)
 
     def __str__(self) -> str:
-        from ._rich import rendered
+        from ._text import rendered
 
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         return rendered(self.outcome, width, colours=sys.stdout.isatty())

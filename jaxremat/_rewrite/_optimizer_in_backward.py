@@ -27,7 +27,7 @@ from .._program._flops import aval_nbytes
 from .._program._primitives import is_contraction, on_host
 from ._flat_program import FlatProgram, Gain, with_eqns
 from ._nested_checkpointing import backward_of
-from ._row_equations import REDUCTIONS, is_by_rows, repeats_row, row_equation
+from ._streamed_stacks import REDUCTIONS, is_by_rows, repeats_row, row_equation
 
 
 def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) -> FlatProgram:

@@ -10,6 +10,15 @@ see what they do, or to do without one:
         trace(jitted, args, {})
 
 Invariant: a pass keeps its `law`. `check` proves of a pass, where it can, that it changed nothing that is computed.
+
+Flat equations, checkpoints among them inlined -> the same with the forward pass of these where forward passes are.
+
+A checkpoint runs its forward pass again in the backward pass, and there makes what the derivative is made of besides.
+The repetition merges with the forward pass (`_common_subexpressions`), but what is made besides (`2 * x` of a square,
+`1 - y**2` of `tanh`) keeps a place and a name stack of the backward pass. It reads no cotangent: without the checkpoint
+it would stand in the forward pass, as a residual that a plan may save or compute again. So there it goes.
+
+Law: the same equations in a topological order; none that reads a cotangent moves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +33,7 @@ import jax.extend.core as jex
 from .._model._variant import ATTENTION, COPIES, INNER, INSIDE, LOOP, REVERSED, ROWS, Variant
 from .._program import _compat
 from .._program._inline import Inliner
+from .._program._primitives import is_backward, runs_once
 from .._runtime._garbage import uncollected
 from ._backward_equations import behind_backward
 from ._cotangent_chains import with_names
@@ -50,7 +60,34 @@ from ._selections import marked
 from ._source import Source
 from ._streamed_copies import streamed
 from ._streamed_stacks import with_streamed_stacks
-from ._undone_checkpoints import forward_again
+
+
+def forward_again(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[int]]:
+    """Return the equations in their new order, under the names of a forward pass where they have moved; and for
+    each of them its index before.
+    """
+    anchor: list[int] = []  # behind which equation of its own place each stands
+    maker: dict[Any, int] = {}
+    in_backward: set[Any] = set()  # what is made of cotangents
+    moved: set[int] = set()
+    for i, eqn in enumerate(eqns):
+        operands = _compat.variables(eqn.invars)
+        of_late = any(a in in_backward for a in operands)
+        if (
+            is_backward(eqn)
+            and not of_late
+            and not runs_once(eqn)
+            and _compat.has_scope(eqn, _compat.REMATTED)
+        ):
+            moved.add(i)
+            anchor.append(max((anchor[maker[a]] for a in operands if a in maker), default=-1))
+        else:
+            anchor.append(i)
+            if of_late or is_backward(eqn):
+                in_backward.update(eqn.outvars)
+        maker.update(dict.fromkeys(eqn.outvars, i))
+    order = sorted(range(len(eqns)), key=lambda i: (anchor[i], i))
+    return [_compat.as_forward(eqns[i]) if i in moved else eqns[i] for i in order], order
 
 
 class Found(NamedTuple):

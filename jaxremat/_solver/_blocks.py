@@ -1,4 +1,4 @@
-"""The cheapest choice for all blocks of the forward pass (`_block_frontiers`): an allocation that spreads the budget.
+"""The cheapest choice for all blocks of the forward pass (`blocks`): an allocation that spreads the budget.
 
 It chooses one point of each block's frontier. While stage k runs, what later groups have saved is there:
 
@@ -9,19 +9,306 @@ else the simulator finds at the stage's highest moment. It hangs on the choice, 
 in turn. Where a later stage is a forward pass of its own (see `_later_passes`), its blocks have a knapsack to
 themselves, bounded in that stage and those behind it; what the others have saved is of its rest, and the other way
 round.
+
+Blocks of the forward pass, and what each choice of saved values costs in them: equal ones are solved once.
+
+Stages are taken together in *groups* that have little between them; what several groups want is saved, or is a block of
+its own if it is made of that. A group's other residuals, those of each forward pass by themselves, are cut into
+*blocks* where least is read across. For each,
+
+    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
+    subject to  s[v] + r[prod(v),k] >= 1                   stage k, or a later block of it, reads v
+                r[n,k] <= s[u] + r[prod(u),k]              n reads u, a value of the block
+                sum saved_nbytes(v) s[v] <= nbytes         for falling nbytes
+
+with s[v] saved and r[n,k] run again for stage k, a small integer program (HiGHS). Blocks with the same one, whatever
+their values are called, share its frontier: a net of a thousand equal layers has but a few.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, close_over_dependencies
+from .._model._later_passes import LaterPass, later_passes, made_later
+from .._model._schedule import Schedule, close_over_dependencies, must_save
 from .._model._simulate import Profile, rank, simulate
-from ._block_frontiers import POINTS, blocks, frontier
 from ._interface import Solution
+
+LEAST_VALUES, MOST_VALUES = 8, 32
+"""Residuals of a block."""
+
+LITTLE = 0.1
+"""Groups may have this share of an average stage's residuals between them."""
+
+MOST_STAGES = 6
+LEAST_GROUPS = 8
+"""Stages of a group, and groups, where there are as many stages."""
+
+POINTS = 16
+"""Of a frontier, at most."""
+
+MOST_NODES = 1000
+"""Of branch and bound, for each point: most need one."""
+
+MOST_FOUND = 4096
+"""Frontiers that are remembered."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Residuals of one group of stages that are chosen together.
+
+    **Fields:** `group` its first stage; `born` the stage in which its values are made, -1 for the first forward pass;
+    `values` in order; `program` the integer program without names: for each
+    producer its seconds, what it reads of the block (places in `values`), the stages, counted from the group's first,
+    that may run it again, and what it makes, as (place, saved bytes, saved seconds, stages that want it); what may not
+    be saved takes for ever.
+    """
+
+    group: int
+    born: int
+    values: tuple[int, ...]
+    program: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A choice for a block: `saved` places in `values`, their bytes, and seconds."""
+
+    nbytes: int
+    seconds: float
+    saved: tuple[int, ...]
+
+
+def blocks(graph: Graph) -> tuple[list[Block], frozenset[int]]:
+    """Return the blocks of all groups, the last group's first; and the residuals that are saved besides."""
+    fixed = must_save(graph)
+    passes = later_passes(graph)
+    first = _groups(graph, fixed, passes)
+    read: dict[int, set[int]] = {}
+    for k in range(len(graph.stages)):
+        for v in graph.needs(k):
+            read.setdefault(v, set()).add(k)
+    wanted = {v: set(stages) for v, stages in read.items()}
+    made = {v: graph.values[v].producer for v in graph.residuals}
+    born = {v: graph.stage_of[n] if made_later(passes, n) else -1 for v, n in made.items()}
+    own: dict[tuple[int, int], list[int]] = {}  # by group and pass
+    shared: dict[int, set[int]] = {}  # with the stages that want it
+    for v in reversed(graph.residuals):
+        stages = wanted.get(v, set())
+        groups = {first[k] for k in stages}
+        if v in fixed or not stages:
+            continue
+        if len(groups) > 1:
+            shared[v] = stages
+            continue
+        own.setdefault((groups.pop(), born[v]), []).append(v)
+        for u in graph.reads[graph.values[v].producer]:
+            wanted.setdefault(u, set()).update(stages)
+    found = [block for at, values in own.items() for block in _cut(graph, *at, values[::-1], read, wanted)]
+    kept: set[int] = set()
+    for v, stages in sorted(shared.items()):
+        if all(u in fixed or u in kept for u in graph.reads[graph.values[v].producer]):
+            found.append(_block(graph, max(first[k] for k in stages), born[v], (v,), shared, [stages]))
+        else:
+            kept.add(v)
+    return sorted(found, key=lambda block: -block.group), frozenset(kept)
+
+
+def _groups(graph: Graph, fixed: Collection[int], passes: Sequence[LaterPass]) -> list[int]:
+    """Return for each stage the first of its group, which is of one backward pass."""
+    count = len(graph.stages)
+    read = {v for k in range(count) for v in graph.needs(k)}
+    begun: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for k in range(count):
+        stack = list(graph.needs(k))
+        needed = set(stack)
+        while stack:
+            v = stack.pop()
+            known = last.get(v) == k
+            begun.setdefault(v, k)
+            last[v] = k
+            # To recompute what it reads, a stage wants the next values behind it that other stages read themselves.
+            if not known and (v in needed or v not in read) and v not in fixed and graph.is_residual(v):
+                stack.extend(graph.reads[graph.values[v].producer])
+    across = np.zeros(count + 1, dtype=np.int64)  # bytes that stages on both sides of a stage's start want
+    free = [v for v in begun if v not in fixed]
+    for v in free:
+        across[begun[v] + 1] += graph.values[v].saved_nbytes
+        across[last[v] + 1] -= graph.values[v].saved_nbytes
+    across = np.cumsum(across)
+    little = LITTLE * sum(graph.values[v].saved_nbytes for v in free) / max(count, 1)
+    ends = [0, *sorted({graph.stage_of[own.stop] for own in passes if own.stop < len(graph.nodes)}), count]
+    starts = [0]
+    for begin, end in pairwise(ends):
+        most = max(min(MOST_STAGES, (end - begin) // LEAST_GROUPS), 1)
+        while (start := starts[-1]) < end:
+            places = range(start + 1, min(start + most, end) + 1)
+            starts.append(
+                next((k for k in places if across[k] <= little), min(places, key=lambda k: (across[k], -k)))
+            )
+    return [a for a, b in pairwise(starts) for _ in range(a, b)]
+
+
+def _cut(
+    graph: Graph,
+    group: int,
+    born: int,
+    values: Sequence[int],
+    read: Mapping[int, Collection[int]],
+    wanted: Mapping[int, Collection[int]],
+) -> list[Block]:
+    """Return one group's residuals in blocks, with as few bytes read across their ends as there may be; for each
+    residual `read` has the stages that read it, `wanted` also those that may recompute others from it.
+    """
+    place = {v: i for i, v in enumerate(values)}
+    readers: list[list[int]] = [[] for _ in values]
+    for i, v in enumerate(values):
+        for u in graph.reads[graph.values[v].producer]:
+            if u in place:
+                readers[place[u]].append(i)
+    across = np.zeros(len(values) + 1, dtype=np.int64)
+    for i, v in enumerate(values):
+        across[i] += graph.values[v].nbytes
+        across[max(readers[i], default=i)] -= graph.values[v].nbytes
+    across = np.cumsum(across)  # bytes of values up to a place that are read behind it
+    producer = [graph.values[v].producer for v in values]
+    starts = [0]
+    while len(values) - (start := starts[-1]) > MOST_VALUES:
+        places = [
+            i for i in range(start + LEAST_VALUES, start + MOST_VALUES + 1) if producer[i - 1] != producer[i]
+        ]
+        starts.append(min(places, key=lambda i: (across[i - 1], i), default=start + MOST_VALUES))
+    found = []
+    for begin, end in pairwise([*starts, len(values)]):
+        others = [
+            set(read.get(values[i], ())).union(*(wanted[values[j]] for j in readers[i] if j >= end))
+            for i in range(begin, end)
+        ]
+        found.append(_block(graph, group, born, tuple(values[begin:end]), wanted, others))
+    return found
+
+
+def _block(
+    graph: Graph,
+    group: int,
+    born: int,
+    values: tuple[int, ...],
+    wanted: Mapping[int, Collection[int]],
+    others: Sequence[Collection[int]],
+) -> Block:
+    """**Arguments:** `others` for each value the stages in which others than the block want it."""
+    place = {v: i for i, v in enumerate(values)}
+    program = []
+    for n in dict.fromkeys(graph.values[v].producer for v in values):
+        outputs = [v for v in graph.nodes[n].outputs if v in place]
+        makes = tuple(
+            (
+                place[v],
+                graph.values[v].saved_nbytes,
+                np.inf if v in graph.pinned["recompute"] else graph.values[v].saved_seconds,
+                tuple(sorted(k - group for k in others[place[v]])),
+            )
+            for v in outputs
+        )
+        stages = tuple(sorted({k - group for v in outputs for k in wanted[v]}))
+        reads = tuple(place[u] for u in graph.reads[n] if u in place)
+        program.append((graph.nodes[n].seconds, reads, stages, makes))
+    return Block(group, born, values, tuple(program))
+
+
+def frontier(block: Block, points: int = POINTS) -> tuple[Point, ...]:
+    """Return the block's choices from all saved to as little as possible, each slower and smaller than the one before.
+
+    They depend on its program alone, and a search asks for those of one graph within many budgets: they are remembered.
+
+    **Arguments:** `points` that are looked for, in equal steps of memory, besides the smallest.
+    """
+    key = block.program, points
+    if key not in _found:
+        if len(_found) >= MOST_FOUND:
+            _found.clear()
+        _found[key] = _points(block, points)
+    return _found[key]
+
+
+_found: dict[tuple[Any, ...], tuple[Point, ...]] = {}
+
+
+def _points(block: Block, most: int) -> tuple[Point, ...]:
+    size = len(block.values)
+    nbytes, price = [0.0] * size, [0.0] * size
+    again: dict[tuple[int, int], int] = {}  # (producer, stage) -> its variable
+    made_by: dict[int, int] = {}
+    for n, (seconds, _, stages, makes) in enumerate(block.program):
+        for k in stages:
+            again[n, k] = len(price)
+            price.append(seconds)
+        for v, saved_nbytes, saved_seconds, _ in makes:
+            nbytes[v], price[v], made_by[v] = saved_nbytes, saved_seconds, n
+    rows: list[dict[int, float]] = []  # coefficients by variable; their sum is at least the bound below
+    bounds: list[float] = []
+    for n, (_, reads, stages, makes) in enumerate(block.program):
+        for v, _, _, others in makes:
+            for k in others:
+                rows.append({v: 1.0, again[n, k]: 1.0})
+                bounds.append(1.0)
+        for u, k in product(reads, stages):
+            rows.append({u: 1.0, again[made_by[u], k]: 1.0, again[n, k]: -1.0})
+            bounds.append(0.0)
+    if not rows:
+        return (Point(0, 0.0, ()),)
+    entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
+    r, c, x = zip(*entries, strict=True)
+    count, total = len(price), sum(nbytes)
+    lower: Any = np.array(bounds)
+    needs = LinearConstraint(csr_array((x, (r, c)), shape=(len(rows), count)), lb=lower)
+    unit = max(*nbytes, 1.0)
+    weights = np.array([*nbytes, *[0.0] * (count - size)])
+    seconds = np.array(price)
+    pinned = np.isinf(seconds)
+    seconds[pinned] = 0.0
+    points: list[Point] = []
+    upper: Any = np.where(pinned, 0, 1)
+
+    def solve(bytes_first: bool, allowed: float) -> Point | None:
+        """Return the one of least bytes, or of least time; of equals, the faster, or the smaller."""
+        shares = weights / (total or 1.0), seconds / (seconds.sum() or 1.0)
+        first, second = shares if bytes_first else shares[::-1]
+        room = LinearConstraint(csr_array(weights[None] / unit), ub=allowed / unit)
+        found = milp(
+            first + 1e-6 * second,
+            integrality=np.ones(count),
+            bounds=Bounds(0, upper),
+            constraints=[needs, room],
+            options={"mip_rel_gap": 1e-7, "node_limit": MOST_NODES},
+        )
+        if found.x is None:
+            return None
+        chosen = found.x > 0.5
+        saved = tuple(np.flatnonzero(chosen[:size]).tolist())
+        points.append(Point(int(weights[list(saved)].sum()), float(chosen @ seconds), saved))
+        return points[-1]
+
+    solve(True, total)
+    step, allowed = max(total / most, 1e-4 * unit), total
+    while allowed >= 0:
+        point = solve(False, allowed)
+        allowed = min(point.nbytes, allowed) - step if point is not None else -1.0
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.nbytes, p.seconds)):
+        if not best or point.seconds < best[-1].seconds:
+            best.append(point)
+    return tuple(reversed(best))
+
 
 STATES = 2000
 """Sums of saved bytes that the allocation tells apart."""

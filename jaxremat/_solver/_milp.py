@@ -36,8 +36,7 @@ from ._blocks import Blocks
 from ._chen import Chen
 from ._frontiers import boundaries, hold, holdable, repeats
 from ._greedy import Greedy
-from ._host_first import HostFirst, only_needed
-from ._host_link import HostLink
+from ._host_link import HostFirst, HostLink, only_needed
 from ._hull import Lagrangian
 from ._integer_program import IntegerProgram, Term
 from ._interface import Solution, Solver

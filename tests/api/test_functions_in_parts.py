@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxremat
 import jaxremat.flax
 from jaxremat._emit._joint import flattened, in_parts
-from jaxremat._plan._divided_functions import is_proved
+from jaxremat._plan._residuals import is_proved
 from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite import _row_chunks

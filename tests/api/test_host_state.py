@@ -13,9 +13,9 @@ from comparing import assert_close
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, JaxrematWarning, Plan
+from jaxremat._compiler._compiled_step import host_traffic
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import parse
-from jaxremat._compiler._host_traffic import host_traffic
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._target import Target
 from jaxremat._lower._lower import lower

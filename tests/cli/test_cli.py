@@ -21,7 +21,7 @@ import jaxremat
 from jaxremat import Plan
 from jaxremat._api._comparison import differences
 from jaxremat._cli import application
-from jaxremat._cli._runs import concrete, time_in_turn
+from jaxremat._cli._check import concrete, time_in_turn
 from jaxremat._cli._subject import Call, PlanningOptions, split
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxremat._cli import application
-from jaxremat._cli._demo import demo
-from jaxremat._cli._demo_net import Digits, ResNet, initial_state
+from jaxremat._cli._demo import Digits, ResNet, demo, initial_state
 
 
 @pytest.mark.slow

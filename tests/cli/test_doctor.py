@@ -13,8 +13,8 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import jaxremat
-from jaxremat._cli import _health, application
-from jaxremat._cli._health import Finding, Requirement, package, packages_of, requirements, within
+from jaxremat._cli import _doctor, application
+from jaxremat._cli._doctor import Finding, Requirement, package, packages_of, requirements, within
 from jaxremat._compiler import _target
 from jaxremat._solver import _integer_program
 
@@ -41,7 +41,7 @@ def doctor(*words: str) -> tuple[int, dict[str, Finding], str]:
 def only(monkeypatch: pytest.MonkeyPatch, *kept: str) -> None:
     """Leave out the checks that start processes, but for these."""
     for name in {"solver", "target_compiler"} - set(kept):
-        monkeypatch.setattr(_health, name, lambda *words, name=name: Finding(name, "ok", "left out"))
+        monkeypatch.setattr(_doctor, name, lambda *words, name=name: Finding(name, "ok", "left out"))
 
 
 def test_what_is_installed_here_works() -> None:
@@ -72,7 +72,7 @@ def test_the_size_of_the_cache_and_nothing_left_in_it(
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / "a.json").write_text("x" * 2048)
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    assert _health.cache().found == f"{tmp_path}, 2.00 KiB in 1 file"
+    assert _doctor.cache().found == f"{tmp_path}, 2.00 KiB in 1 file"
     assert [path.name for path in tmp_path.rglob("*.*")] == ["a.json"]
 
 
@@ -109,10 +109,10 @@ def test_the_compiler_of_targets_is_missing_of_another_version_or_lost(
     assert code == 0 and "are optional" in text
     assert found["target compiler"].state == "absent"
     assert ".[targets]" in text  # which is not taken for markup
-    monkeypatch.setattr(_health.sys, "platform", "darwin")
+    monkeypatch.setattr(_doctor.sys, "platform", "darwin")
     assert (
-        _health.target_compiler().remedy == ""
-        and "not available for this system" in _health.target_compiler().found
+        _doctor.target_compiler().remedy == ""
+        and "not available for this system" in _doctor.target_compiler().found
     )
 
     monkeypatch.setattr(_target, "version_of", lambda name: "0.9.0")
@@ -144,9 +144,9 @@ def test_devices_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 1 and found["devices"].state == "broken"
     assert found["devices"].remedy.startswith("unset JAX_PLATFORMS, or see https://")
     assert found["devices"].found == "RuntimeError: Unable to initialize backend 'tpu'"
-    monkeypatch.setattr(_health, "has_gpu", lambda: True)
+    monkeypatch.setattr(_doctor, "has_gpu", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert _health.devices().state == "absent" and 'pip install "jax[cuda12]"' in _health.devices().remedy
+    assert _doctor.devices().state == "absent" and 'pip install "jax[cuda12]"' in _doctor.devices().remedy
 
 
 def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

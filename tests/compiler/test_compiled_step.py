@@ -9,11 +9,10 @@ import pytest
 from chains import make_step
 
 import jaxremat
-from jaxremat._compiler import _compiled_step, _workspace
-from jaxremat._compiler._compiled_step import CompiledStep
+from jaxremat._compiler import _compiled_step, _single_equation
+from jaxremat._compiler._compiled_step import CompiledStep, seconds_with_copies
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._hlo import Module, parse
-from jaxremat._compiler._host_traffic import seconds_with_copies
 from jaxremat._compiler._peak_contents import alive_at_peak
 from jaxremat._lower import _iteration
 
@@ -30,7 +29,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found[text] += 1
         return parse(text)
 
-    for module in (_compiled_step, _workspace, _iteration):
+    for module in (_compiled_step, _single_equation, _iteration):
         monkeypatch.setattr(module, "parse", counted)
     return found
 

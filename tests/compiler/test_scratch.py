@@ -13,8 +13,8 @@ from jaxremat import close_over_dependencies
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._scratch import Scratch, scratch
+from jaxremat._compiler._single_equation import workspaces
 from jaxremat._compiler._target import Target
-from jaxremat._compiler._workspace import workspaces
 from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._simulate import simulate

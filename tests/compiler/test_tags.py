@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._tags import tagged, written
-from jaxremat._model._backend import backend
+from jaxremat._model._graph import backend
 from jaxremat._rewrite._trace import trace
 
 

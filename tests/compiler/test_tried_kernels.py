@@ -11,9 +11,9 @@ from attentions import FOUND, attending
 
 from jaxremat import JaxrematWarning
 from jaxremat._attention._finding import Site, attention
-from jaxremat._compiler import _tried_kernels
+from jaxremat._compiler import _single_equation
 from jaxremat._compiler._program import Program
-from jaxremat._compiler._tried_kernels import kernels_work
+from jaxremat._compiler._single_equation import kernels_work
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._variant import ATTENTION
 from jaxremat._plan._baseline import EstimatedGraphs
@@ -33,13 +33,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """The sizes of scores of what ran as kernels."""
     found: list[tuple[int, ...]] = []
-    both = _tried_kernels._both_passes
+    both = _single_equation._both_passes
 
     def counted(pattern: Any, kernels: bool, *of: Any) -> Any:
         found.extend([pattern.sizes] if kernels else [])
         return both(pattern, kernels, *of)
 
-    monkeypatch.setattr(_tried_kernels, "_both_passes", counted)
+    monkeypatch.setattr(_single_equation, "_both_passes", counted)
     yield found
 
 
@@ -65,13 +65,13 @@ def test_what_agrees_works(name: str, runs: list[tuple[int, ...]]) -> None:
 def test_what_differs_does_not(
     wrong: int, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[int, ...]]
 ) -> None:
-    counted = _tried_kernels._both_passes
+    counted = _single_equation._both_passes
 
     def other(pattern: Any, kernels: bool, *of: Any) -> Any:
         made = counted(pattern, kernels, *of)
         return [1.5 * a if kernels and i == wrong else a for i, a in enumerate(made)]
 
-    monkeypatch.setattr(_tried_kernels, "_both_passes", other)
+    monkeypatch.setattr(_single_equation, "_both_passes", other)
     said = ("the result differs", "gradient of queries differs", "", "gradient of values differs")[wrong]
     for _ in range(2):  # the second time it is known
         with pytest.warns(JaxrematWarning, match=f"kernels do not work.*{said}.*planned without"):
@@ -84,7 +84,7 @@ def refused(pattern: Any, kernels: bool, *of: Any) -> Any:
 
 
 def test_what_does_not_run_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tried_kernels, "_both_passes", refused)
+    monkeypatch.setattr(_single_equation, "_both_passes", refused)
     with pytest.warns(JaxrematWarning, match="RuntimeError: no such instruction"):
         assert not kernels_work(sites("plain"), HERE)
 
@@ -92,7 +92,7 @@ def test_what_does_not_run_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("works", [True, False])
 def test_forms_offer_kernels_where_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not works:
-        monkeypatch.setattr(_tried_kernels, "_both_passes", refused)
+        monkeypatch.setattr(_single_equation, "_both_passes", refused)
     case = attending(FOUND["masked"])
     problem = Problem(Program(case.step), case.args, {}, DEVICES["h100"], "roofline", HERE)
     with warnings.catch_warnings(record=True) as said:

@@ -14,9 +14,9 @@ from jax.extend.core import jaxpr_as_fun
 
 import jaxremat
 from jaxremat import Graph, JaxrematWarning, Plan, PlanMismatchError, Solution, close_over_dependencies
+from jaxremat._compiler._compiled_step import host_traffic
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import Module, parse, transfer
-from jaxremat._compiler._host_traffic import host_traffic
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._model._device_specs import DEVICES

@@ -12,7 +12,7 @@ from comparing import assert_close
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxremat
-from jaxremat._emit._max_pool import MOST_PLACES, is_pooling, pooled_inline
+from jaxremat._emit._policy import MOST_PLACES, is_pooling, pooled_inline
 from jaxremat._program import _compat
 
 OPTIONS = jaxremat.compiler_options("cpu")

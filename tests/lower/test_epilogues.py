@@ -11,7 +11,7 @@ from test_loops import CPU
 
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._compiler._tags import Written
-from jaxremat._lower._epilogues import written_sums
+from jaxremat._lower._kernel_prices import written_sums
 from jaxremat._lower._lower import lower
 from jaxremat._rewrite._trace import trace
 

@@ -21,9 +21,8 @@ from jaxremat._compiler._target import Target
 from jaxremat._emit._emit import emit
 from jaxremat._lower._iteration import backward, forward
 from jaxremat._lower._lower import lower
-from jaxremat._model._backend import backend
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._model._graph import Graph
+from jaxremat._model._graph import Graph, backend
 from jaxremat._plan._baseline import Baseline, measure_baseline
 from jaxremat._plan._problem import Problem
 from jaxremat._program import _compat

@@ -16,7 +16,7 @@ from jaxremat._plan import _plan_cache
 from jaxremat._plan._ledger import Effort
 from jaxremat._plan._search import Search
 from jaxremat._plan._step_compiler import StepCompiler
-from jaxremat._report._planning_time import PlanningTime
+from jaxremat._report._outcome import PlanningTime
 from jaxremat._runtime import _progress
 from jaxremat._runtime._progress import Stopwatch, phase, timed
 

@@ -23,8 +23,8 @@ from jaxremat._cli._check import _compared
 from jaxremat._model._timeline import Copied, Timeline
 from jaxremat._report._account import account_of_plain
 from jaxremat._report._actions import Decided
-from jaxremat._report._chart import HEIGHT, WIDTH, chart
 from jaxremat._report._content import format_seconds, largest, module_of, modules, remarks, tidy
+from jaxremat._report._html import HEIGHT, WIDTH, chart
 from jaxremat._report._loop_forms import LoopForm
 
 GRAPH = blocks(4)

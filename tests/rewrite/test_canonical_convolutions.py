@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxremat
-from jaxremat._rewrite._canonical_convolutions import (
+from jaxremat._rewrite._kernel_choice import (
     canonical,
     canonical_in_bodies,
+    equivalence,
     is_transposed_convolution,
 )
-from jaxremat._rewrite._kernel_choice import equivalence
 
 OPTIONS: dict[str, Any] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 

@@ -9,7 +9,7 @@ import pytest
 from comparing import assert_same
 
 import jaxremat
-from jaxremat._model._backend import backend
+from jaxremat._model._graph import backend
 from jaxremat._rewrite._cotangent_chains import in_memory, is_named
 from jaxremat._rewrite._kernel_choice import inline, replaced
 from jaxremat._rewrite._trace import trace

@@ -11,9 +11,8 @@ from jax import lax
 
 import jaxremat
 from jaxremat import MemoryStats, compiler_options
-from jaxremat._model._backend import backend
-from jaxremat._rewrite._depthwise_gradient import MOST_PLACES, is_depthwise_gradient, summed
-from jaxremat._rewrite._kernel_choice import inline, replaced
+from jaxremat._model._graph import backend
+from jaxremat._rewrite._kernel_choice import MOST_PLACES, inline, is_depthwise_gradient, replaced, summed
 
 CHANNELS = 5
 LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))

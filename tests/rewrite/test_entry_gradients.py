@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxremat
-from jaxremat._model._backend import backend
+from jaxremat._model._graph import backend
 from jaxremat._program._inline import Inliner
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite._flat_program import with_each

@@ -13,8 +13,8 @@ from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._roofline import roofline
 from jaxremat._compiler._target import Target
-from jaxremat._model._backend import backend
 from jaxremat._model._device_specs import DEVICES
+from jaxremat._model._graph import backend
 from jaxremat._plan._baseline import measure_baseline
 from jaxremat._plan._problem import Problem
 from jaxremat._rewrite._kernel_choice import inline, is_transposed, replaced, reversed_twice

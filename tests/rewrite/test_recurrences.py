@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxremat
 from jaxremat import MemoryStats, compiler_options
 from jaxremat._program import _compat
-from jaxremat._rewrite._stack_buffers import begun_late, stacked_nbytes
+from jaxremat._rewrite._loop_closing import begun_late, stacked_nbytes
 from jaxremat._rewrite._trace import trace
 
 LENGTH, BATCH, WIDTH, LAYERS = 64, 4, 64, 4

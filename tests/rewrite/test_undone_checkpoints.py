@@ -13,8 +13,8 @@ from jaxremat import Graph
 from jaxremat._lower._lower import lower
 from jaxremat._program import _compat
 from jaxremat._program._primitives import is_backward
+from jaxremat._rewrite._passes import forward_again
 from jaxremat._rewrite._trace import Traced, trace
-from jaxremat._rewrite._undone_checkpoints import forward_again
 
 pytestmark = pytest.mark.usefixtures("remat3")
 

@@ -15,9 +15,8 @@ from strategies import graphs
 from jaxremat import Graph, Milp, SaveAll, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import extra_seconds, rank
-from jaxremat._solver import _block_frontiers, _blocks, _milp
-from jaxremat._solver._block_frontiers import frontier
-from jaxremat._solver._blocks import Blocks
+from jaxremat._solver import _blocks, _milp
+from jaxremat._solver._blocks import Blocks, frontier
 
 NEVER = math.inf
 
@@ -72,7 +71,7 @@ def attention(count: int) -> Graph:
 def test_what_two_stages_of_a_layer_want_is_no_bar() -> None:
     """They are one group: only the stream between layers is wanted by several."""
     graph = attention(12)
-    found, shared = _block_frontiers.blocks(graph)
+    found, shared = _blocks.blocks(graph)
     assert {graph.values[v].nbytes for v in shared} <= {UNIT, 2 * UNIT}
     assert max(len(block.values) for block in found) >= 4
 
@@ -107,7 +106,7 @@ def cheapest(block: Any) -> dict[int, float]:
 
 @given(graphs(most_nodes=9, most_stages=3))
 def test_frontiers_are_those_of_brute_force(graph: Graph) -> None:
-    for block in _block_frontiers.blocks(graph)[0]:
+    for block in _blocks.blocks(graph)[0]:
         if len(block.values) > 9:
             continue
         best = cheapest(block)
@@ -156,10 +155,10 @@ def test_frontiers_are_solved_once_for_all_budgets(monkeypatch: pytest.MonkeyPat
         solves.append(args)
         return milp(*args, **kwargs)
 
-    monkeypatch.setattr(_block_frontiers, "milp", counting)
-    monkeypatch.setattr(_block_frontiers, "_found", {})
+    monkeypatch.setattr(_blocks, "milp", counting)
+    monkeypatch.setattr(_blocks, "_found", {})
     graph = layers(16)
-    block = _block_frontiers.blocks(graph)[0][0]
+    block = _blocks.blocks(graph)[0][0]
     few, whole = frontier(block, 2), frontier(block)
     assert len(few) < len(whole)
     assert (few[0], few[-1].nbytes) == (whole[0], whole[-1].nbytes)
@@ -169,7 +168,7 @@ def test_frontiers_are_solved_once_for_all_budgets(monkeypatch: pytest.MonkeyPat
         found = Blocks().solve(graph, graph.base_nbytes + share * UNIT, time_limit=60)
         counts.append(len(solves))
         with monkeypatch.context() as afresh:
-            afresh.setattr(_block_frontiers, "_found", {})
+            afresh.setattr(_blocks, "_found", {})
             assert Blocks().solve(graph, graph.base_nbytes + share * UNIT, time_limit=60) == found
     assert counts[0] > 0
     assert counts[1:] == [0, 0]
@@ -211,4 +210,4 @@ def test_each_forward_pass_has_the_budget_to_itself(share: float) -> None:
     alone, both = (Blocks().solve(graph, budget, time_limit=20.0).schedule for graph in (one, two))
     assert simulate(two, both).peak_nbytes <= budget
     assert extra_seconds(two, both) == 2 * extra_seconds(one, alone)
-    assert {block.born for block in _block_frontiers.blocks(two)[0]} == {-1, 23}
+    assert {block.born for block in _blocks.blocks(two)[0]} == {-1, 23}

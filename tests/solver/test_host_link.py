@@ -9,7 +9,7 @@ from test_host_copies import layers, looped
 
 from jaxremat import Graph, Milp, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
-from jaxremat._solver._host_first import HostFirst, only_needed
+from jaxremat._solver._host_link import HostFirst, only_needed
 
 
 def cheapest(graph: Graph) -> dict[int, float]:
