@@ -48,7 +48,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return None if asked[-1] == "tanh" else 1e-3
 
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_measured, "_seconds", seconds)
+    monkeypatch.setattr(_measured, "_run_seconds", seconds)
     return asked
 
 
