@@ -34,7 +34,6 @@ from .._program._primitives import SUMS, is_loop_edge, is_product, is_relabellin
 from .._rewrite._reversed_chains import block_of
 from .._runtime._mechanisms import mechanism
 from ._analysis import Analysis
-from ._hoisting import is_zero
 
 ZERO = _compat.new_var(ShapedArray((), np.dtype(np.float32)))
 """A constant that is held, so that what is made of it waits for the barrier."""
@@ -296,7 +295,7 @@ def _readers(
         read[n] = [a for a in read[n] if step.waits(n, a)]
     if ZERO in hold:
         filled = (*clones, *own) if filling is None else filling
-        read |= {n: [*read[n], ZERO] for n in filled if is_zero(step.source[n])}
+        read |= {n: [*read[n], ZERO] for n in filled if step.hazards.fills(n)}
     return {n: found for n, found in read.items() if found}
 
 
@@ -347,7 +346,7 @@ def _held(
         found.extend(a for a in operands if step.hazards.early(n, a) and there_before(a))
     made.update(arriving)
     hold = [a for a in dict.fromkeys(found) if a not in made and _can_pass(a) and not is_due(a)]
-    filled = any(is_zero(source[n]) for n in (*here, *cloned))
+    filled = any(step.hazards.fills(n) for n in (*here, *cloned))
     if entering or (filled and graph.backend.materialises_eagerly):
         hold.append(ZERO)  # what loops fill, any compiler begins early
     return hold

@@ -6,6 +6,7 @@ is costly within kernels of both passes once, and keeps it. Elsewhere kernels do
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
@@ -52,6 +53,16 @@ class Hazards:
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         small = made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made
         return n in self.loads or small or self._kept_for(n, var)
+
+    def fills(self, n: int) -> bool:
+        """Return whether the compiler may fill an array with zeros for an equation, at any time: to be it, or for the
+        kernel of a pooling, which takes in a ReLU but not the zeros that all of the step's share.
+        """
+        eqn = self.source[n]
+        if eqn.primitive.name == "max" and self.graph.backend.materialises_eagerly:
+            readers = (self.source[m].primitive.name for m in self.readers.get(eqn.outvars[0], ()))
+            return _is_large_of_zero(eqn) and any(name.startswith("reduce_window") for name in readers)
+        return is_zero(eqn)
 
     def _kept_for(self, n: int, var: jex.Var) -> bool:
         """Return whether the compiler may keep more than what is saved for an equation of the backward pass that
@@ -108,7 +119,14 @@ class Hazards:
 
 def is_zero(eqn: jex.JaxprEqn) -> bool:
     """Return whether the equation fills an array with float32 zeros, which the compiler may do at any time."""
-    if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
-        return False
-    literal = eqn.invars[0]
-    return literal.aval == ZERO.aval and literal.val == 0 and aval_nbytes(eqn.outvars[0].aval) > 2**20
+    return eqn.primitive.name == "broadcast_in_dim" and _is_large_of_zero(eqn)
+
+
+def _is_large_of_zero(eqn: jex.JaxprEqn) -> bool:
+    """Return whether an equation makes something large of a float32 zero."""
+    return any(map(is_zero_literal, eqn.invars)) and aval_nbytes(eqn.outvars[0].aval) > 2**20
+
+
+def is_zero_literal(atom: Any) -> bool:
+    """Return whether it is a float32 zero written into the equation."""
+    return _compat.is_literal(atom) and atom.aval == ZERO.aval and atom.val == 0

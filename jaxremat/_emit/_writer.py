@@ -27,6 +27,7 @@ from .._rewrite._loop_inlining import CARRY, LAST, SLICE, STACK
 from ._analysis import Analysis
 from ._constraints import ZERO, Constraint, Point, constraints
 from ._hoisting import ZERO as ZERO_LITERAL
+from ._hoisting import is_zero_literal
 from ._joint import is_inexact
 
 
@@ -123,7 +124,7 @@ class Writer:
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             made = _compat.in_scope(made.replace(outvars=outvars), f"recompute_{clone_of}")
         if ZERO in behind and step.graph.backend.materialises_eagerly:
-            made = made.replace(invars=[behind[ZERO]])
+            made = made.replace(invars=[behind[ZERO] if is_zero_literal(a) else a for a in made.invars])
         elif eqn.primitive is STACK and len(eqn.invars) == 1 and eqn.params["loop"] in self._zeros:
             made = made.replace(invars=[*made.invars, self._zeros[eqn.params["loop"]]])
         self.append([made], loop)

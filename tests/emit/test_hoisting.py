@@ -3,12 +3,17 @@
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from comparing import assert_same
 from jax import lax
 
 import jaxremat
-from jaxremat import MemoryStats, compiler_options
+from jaxremat import MemoryStats, close_over_dependencies, compiler_options
+from jaxremat._compiler._devices import CPU
+from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import lower
+from jaxremat._rewrite._trace import trace
 
 LAYERS, CHANNELS = 6, 16
 SHAPE = 8, CHANNELS, 32, 32
@@ -74,3 +79,29 @@ def test_costly_results_within_kernels_of_both_passes_are_not_kept_for_the_later
         (0.1 * jax.random.normal(k, (64, 256)), 0.1 * jax.random.normal(j, (256, 64))) for k, j in pairs
     ]
     check_prediction(gelu_step, (weights, jnp.ones((2048, 64))))
+
+
+def pooled_step(weights: Any, x: jax.Array) -> Any:
+    """A train step of convolutions on halved images, each of which reads a pooling of a ReLU."""
+
+    def loss(weights: Any) -> jax.Array:
+        y = x
+        for kernel in weights:
+            y = jax.nn.relu(lax.conv_general_dilated(y, kernel, (1, 1), "SAME"))
+            y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def test_the_zeros_of_recomputed_relus_that_are_pooled_pass_their_stages_barrier() -> None:
+    """XLA:CPU keeps zeros that all ReLUs of one size share from the beginning, for a pooling's kernel to read."""
+    kernel, x = jnp.ones((16, 16, 3, 3)), jnp.ones((8, 16, 128, 128))
+    found = trace(jax.jit(pooled_step), ([kernel] * 2, x), {})
+    graph = lower(found, CPU, base_nbytes=0)
+    program = emit(found, graph, close_over_dependencies(graph, ())).jaxpr
+    pooled = {v for eqn in program.eqns if "reduce_window" in eqn.primitive.name for v in eqn.invars}
+    relus = [eqn for eqn in program.eqns if eqn.primitive.name == "max" and eqn.outvars[0] in pooled]
+    recomputed = [eqn for eqn in relus if "recompute" in str(eqn.source_info.name_stack)]
+    assert len(relus) > len(recomputed) > 0
+    assert not any(isinstance(a, jex.Literal) for eqn in recomputed for a in eqn.invars)
