@@ -4,13 +4,14 @@
     python -m examples.benchmarks.ablation gpt_scanned --only "memory order" "loops with nested checkpointing"
 
 Mechanisms are switched off by name (`jaxremat._runtime._mechanisms`), by leaving out a pass of the step's rewriting
-(`jaxremat._rewrite._passes`), or by an option of `jaxremat.plan`. Budgets are shares of the plain step's temporaries.
-Worth is how much longer, by a roofline of the compiled programs, the step takes without the mechanism (or that no plan
-is found), and how much further the first prediction of the peak is off.
+(`jaxremat._rewrite._passes`), or by an option of `jaxremat.plan`. Budgets are shares of the plain step's temporaries,
+or "min". Worth is how much longer, by a roofline of the compiled programs, the step takes without the mechanism (or
+that no plan is found; at "min" how much more memory it needs), and how much further the first prediction is off.
 
 A mechanism is switched off only where it acted: where it changed something while the plan with all of them was made, or
-is in that plan, if it is a form of the step. Elsewhere its row says that it did not act. Rows are compared with others
-of the same version of the library alone: those of another version are measured again.
+is in that plan, if it is a form of the step. Elsewhere its row says that it did not act. It is an error if it acts
+while it is switched off. Rows are compared with others of the same version of the library alone: those of another
+version are measured again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,13 +28,16 @@ from examples.benchmarks import records, sharded
 from examples.benchmarks.networks import program
 from examples.benchmarks.plans import PLANNING, measure_of
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, listed
-from jaxremat import EXACT
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, key, listed, percent
+from jaxremat import EXACT, to_host
 from jaxremat._model._loop_levels import nested
 from jaxremat._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED
 from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._passes import Pass, watched, without
 from jaxremat._runtime._mechanisms import recorded, switched_off
+
+ON_HOST = ", state in host memory"
+"""How programs are called whose optimizer's state is in host memory."""
 
 PROGRAMS: dict[str, Mapping[str, Any]] = {
     **{
@@ -46,6 +50,7 @@ PROGRAMS: dict[str, Mapping[str, Any]] = {
     },
     "vit": {"allow": (*EXACT, "bf16_residuals")},
     "gpt_medium": {"offload": True},
+    f"gpt_scanned{ON_HOST}": {},
     "revnet": {"allow": (*EXACT, "reversible")},
     "revtransformer": {"allow": (*EXACT, "reversible")},
 }
@@ -129,7 +134,7 @@ MECHANISMS = (
         Mechanism(name, on=(GPU,))
         for name in (
             *("barriers: last reads", "barriers: pieces", "images' axes in memory order"),
-            *("sums in place of products", "scratch memory as compiled"),
+            *("sums in place of products", "scratch memory as compiled", "copies of rows in turn"),
         )
     ),
     *(
@@ -142,27 +147,28 @@ MECHANISMS = (
 )
 
 
-def measured(name: str, share: float, mechanism: Mechanism | None, asked: Asked) -> Record:
+def measured(name: str, share: float | str, mechanism: Mechanism | None, asked: Asked) -> Record:
     """One plan of a program, with what acted while it was made; without a mechanism, if one is given."""
     options: dict[str, Any] = {"planning": PLANNING, **PROGRAMS[name]}
     if name in sharded.CASES:
         target = asked.target and f"{asked.target}x{sharded.DEVICES}"
         (step, args), donated = sharded.case(name, target, 4 if asked.scale == "full" else 1), (0,)
     else:
-        made, target = program(name, scale=asked.scale), asked.target
-        step, args, donated = made.step, made.abstract_args(), made.donate_argnums
+        made, target = program(name.removesuffix(ON_HOST), scale=asked.scale), asked.target
+        step, (state, batch), donated = made.step, made.abstract_args(), made.donate_argnums
+        if name.endswith(ON_HOST):
+            state = state | {"opt_state": to_host(state["opt_state"])}
+        args = state, batch
     plan = partial(measure_of, step, args, share, target, donate_argnums=donated)
-    if mechanism is not None:
-        with mechanism.off():
-            return plan(**mechanism.of(options))
     changed: Counter[str] = Counter()
 
     def watch(each: Pass, before: FlatProgram, after: FlatProgram) -> None:
         same = len(before.eqns) == len(after.eqns)
         changed[each.name] += not (same and all(a is b for a, b in zip(before.eqns, after.eqns, strict=True)))
 
-    with recorded() as acted, watched(watch):
-        row = plan(**options)
+    off = nullcontext() if mechanism is None else mechanism.off()
+    with off, recorded() as acted, watched(watch):
+        row = plan(**(options if mechanism is None else mechanism.of(options)))
     return row | {"acted": dict(sorted((acted + changed).items()))}
 
 
@@ -171,16 +177,18 @@ def rows(asked: Asked, name: str) -> Rows:
     platform: Platform = CPU if asked.target is None else GPU
     found: dict[str, Callable[[], Record]] = {}
     for share in asked.shares:
-        begin = f"{name} | {share:g} | "
-        found[begin + ALL_ON] = partial(measured, name, share, None, asked)
+        all_on = key(name, share, ALL_ON)
+        found[all_on] = partial(measured, name, share, None, asked)
 
-        def off(mechanism: Mechanism, share: float = share, key: str = begin + ALL_ON) -> Record:
-            acted = mechanism.acted(records.read(BENCHMARK.path(asked, name))["rows"][key])
+        def off(mechanism: Mechanism, share: float | str = share, all_on: str = all_on) -> Record:
+            acted = mechanism.acted(records.read(BENCHMARK.path(asked, name))["rows"][all_on])
             row = measured(name, share, mechanism, asked) if acted else {}
+            if row and mechanism.acted(row):
+                raise RuntimeError(f"{mechanism.name!r} acted in {name} while it was switched off")
             return row | {"acted": acted}
 
         wanted = (m for m in MECHANISMS if m.name in asked.only and platform in m.on)
-        found |= {begin + mechanism.name: partial(off, mechanism) for mechanism in wanted}
+        found |= {key(name, share, mechanism.name): partial(off, mechanism) for mechanism in wanted}
     return found
 
 
@@ -193,8 +201,9 @@ def stale(row: Record) -> bool:
 class Worth:
     """What a step loses without a mechanism.
 
-    **Fields:** `where` program and share; `points` of a step's time, infinite where no plan is found; `unsure` how much
-    further off, in points of the plain step's temporaries, the first prediction of the peak is.
+    **Fields:** `where` program and share; `points` of a step's time, infinite where no plan is found, or at "min" of
+    the plain step's temporaries that it needs more; `unsure` how much further off, in points of the temporaries, the
+    first prediction of the peak is.
     """
 
     where: str
@@ -206,19 +215,22 @@ def worth(record: Record) -> dict[str, list[Worth]]:
     """By mechanism, in all programs and at all shares where it acted; nothing where it did not."""
     found: dict[str, list[Worth]] = {}
     rows = record["rows"]
-    for key, row in rows.items():
-        name, share, mechanism = key.split(" | ")
-        on = rows.get(f"{name} | {share} | {ALL_ON}", {})
+    for each, row in rows.items():
+        name, share, mechanism = each.split(" | ")
+        on = rows.get(key(name, share, ALL_ON), {})
         if mechanism == ALL_ON or "least_nbytes" in on or on.get("library") != row["library"]:
             continue
         where = found.setdefault(mechanism, [])
         if not row["acted"]:
             continue
-        place = f"{name}, {float(share):.0%}"
+        place = f"{name}, {percent(share)}"
         if "least_nbytes" in row:
             where.append(Worth(place, float("inf")))
             continue
-        points = 100 * (row["compiled_overhead"] - on["compiled_overhead"])
+        if share == "min":
+            points = 100 * (row["peak_nbytes"] - on["peak_nbytes"]) / on["temporaries_nbytes"]
+        else:
+            points = 100 * (row["compiled_overhead"] - on["compiled_overhead"])
         unsure = 100 * (abs(row["first_prediction"] or 0.0) - abs(on["first_prediction"] or 0.0))
         where.append(Worth(place, points, unsure))
     return found
@@ -241,7 +253,7 @@ def _of_platform(record: Record) -> str:
         cells = [name, str(len(own)), most, slower.where, _mean([w.points for w in fits])]
         cells += [f"{unsure.unsure:+.1f}", unsure.where, _mean([w.unsure for w in fits])]
         lines.append(cells)
-    programs = ", ".join(dict.fromkeys(key.split(" | ")[0] for key in record["rows"]))
+    programs = ", ".join(dict.fromkeys(each.split(" | ")[0] for each in record["rows"]))
     parts = [f"### What each mechanism is worth, {record['environment']['platform']}", LEGEND]
     parts += [f"Programs: {programs}.", grid(HEADER, lines)]
     idle = f"Did not act in any of these plans: {listed(found.keys() - acted.keys())}."
@@ -251,8 +263,9 @@ def _of_platform(record: Record) -> str:
 HEADER = ("without", "plans", "most", "where", "mean", "prediction, most", "where", "mean")
 LEGEND = """\
 Plans at shares of the plain step's temporaries, with one mechanism switched off at a time, where it acted. The columns
-are the number of such plans; the extra time without the mechanism, in points of the step's time (by roofline); and the
-extra error of the first prediction of the peak, in points of the temporaries; each as maximum and mean.\
+are the number of such plans; the extra time without the mechanism, in points of the step's time (by roofline; at *min*
+the extra memory, in points of the temporaries); and the extra error of the first prediction of the peak, in points of
+the temporaries; each as maximum and mean.\
 """
 
 

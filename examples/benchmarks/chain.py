@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from examples.benchmarks import records
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows
+from examples.benchmarks.runner import Asked, Benchmark, Rows, key
 from jaxremat import Milp, SaveAll, compiler_options, format_nbytes, simulate
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._program import Program
@@ -106,7 +106,7 @@ def measure(equations: int, share: float) -> Record:
 
 def rows(asked: Asked, equations: str) -> Rows:
     """A plan for each share."""
-    return {f"{equations} | {share:g}": partial(measure, int(equations), share) for share in asked.shares}
+    return {key(equations, share): partial(measure, int(equations), share) for share in asked.shares}
 
 
 def markdown(found: Sequence[Record]) -> str:
@@ -116,7 +116,7 @@ def markdown(found: Sequence[Record]) -> str:
 
 def _sentence(row: Record) -> str:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in row["seconds"].items())
-    size = {key: format_nbytes(value) for key, value in row.items() if key.endswith("_nbytes")}
+    size = {name: format_nbytes(value) for name, value in row.items() if name.endswith("_nbytes")}
     verdict = "within" if row["fits"] else "which does not fit"
     return (
         f"A chain of {row['equations']:,} equations is planned in {sum(row['seconds'].values()):.0f} s "

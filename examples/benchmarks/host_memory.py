@@ -19,7 +19,7 @@ from functools import partial
 from examples.benchmarks.networks import NAMES, Program, Remat, program
 from examples.benchmarks.plans import measure, measure_of
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, least, overhead
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, least, overhead, percent
 from jaxremat import format_nbytes, memory, to_host
 
 BLOCK = "block"
@@ -77,7 +77,7 @@ def markdown(found: Sequence[Record]) -> str:
             if with_it is not None:
                 both = [*_cells(record["rows"][name]), *_cells(with_it)]
                 title = f"{record['network']}, {record['scale']}", record["environment"]["platform"].upper()
-                budget = "per block's peak" if share == BLOCK else f"{float(share):.0%}"
+                budget = "per block's peak" if share == BLOCK else percent(share)
                 lines.append((*title, budget, *both, format_nbytes(with_it.get("offloaded_nbytes", 0))))
     header = ("step", "GPU", "share", "without it", "overhead", "with it", "overhead", "on the host")
     parts = [TITLE, grid(header, lines, 2), *_states(found)]

@@ -22,7 +22,7 @@ from examples.benchmarks import records
 from examples.benchmarks.networks import NAMES, VARIANTS, Program, program
 from examples.benchmarks.plans import PLANNING, measure
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows, grid
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, key, percent
 from jaxremat import SaveAll
 from jaxremat._model._variant import Choice, Variant
 from jaxremat._plan import _ledger
@@ -68,7 +68,7 @@ def planned(step: Program, share: float | str, target: str | None, way: Any) -> 
         return measure(step, share, target, **options)
 
 
-def in_turn(step: Program, share: float, target: str | None, alone: Record) -> Record:
+def in_turn(step: Program, share: float | str, target: str | None, alone: Record) -> Record:
     """The form that forms alone choose, then what is recomputed."""
     if "form" not in alone:
         alone = planned(step, "min", target, forms())
@@ -81,15 +81,18 @@ def rows(asked: Asked, name: str) -> Rows:
     step = program(name, scale=asked.scale)
     found: dict[str, Any] = {}
     for share in asked.shares:
-        begin = f"{name} | {share:g} | "
+        alone = key(name, share, FORMS)
 
-        def after(share: float = share, key: str = begin + FORMS) -> Record:
-            return in_turn(step, share, asked.target, records.read(BENCHMARK.path(asked, name))["rows"][key])
+        def after(share: float | str = share, alone: str = alone) -> Record:
+            return in_turn(
+                step, share, asked.target, records.read(BENCHMARK.path(asked, name))["rows"][alone]
+            )
 
         plan = partial(planned, step, share, asked.target)
-        found[begin + RECOMPUTING] = lambda plan=plan: plan(recomputing())
-        found[begin + FORMS] = lambda plan=plan: plan(forms())
-        found |= {begin + IN_TURN: after, begin + TOGETHER: lambda plan=plan: plan(nullcontext({}))}
+        found[key(name, share, RECOMPUTING)] = lambda plan=plan: plan(recomputing())
+        found[alone] = lambda plan=plan: plan(forms())
+        found[key(name, share, IN_TURN)] = after
+        found[key(name, share, TOGETHER)] = lambda plan=plan: plan(nullcontext({}))
     return found
 
 
@@ -101,9 +104,9 @@ def markdown(found: Sequence[Record]) -> str:
 def _of_platform(record: Record) -> str:
     rows = record["rows"]
     lines = []
-    for name, share in dict.fromkeys(tuple(key.split(" | ")[:2]) for key in rows):
-        cells = [_cell(rows[key]) if (key := f"{name} | {share} | {way}") in rows else "" for way in WAYS]
-        lines.append((name, f"{float(share):.0%}", *cells))
+    for name, share in dict.fromkeys(tuple(each.split(" | ")[:2]) for each in rows):
+        cells = [_cell(rows[at]) if (at := key(name, share, way)) in rows else "" for way in WAYS]
+        lines.append((name, percent(share), *cells))
     title = f"### Forms and recomputing, chosen together, {record['environment']['platform']}"
     return "\n\n".join([title, LEGEND, grid(("step", "budget", *WAYS), lines)])
 

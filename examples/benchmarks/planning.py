@@ -32,7 +32,7 @@ import jaxremat
 from examples.benchmarks import records
 from examples.benchmarks.networks import KINDS, NAMES, VARIANTS, program
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, shown
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, key, percent, shown
 from jaxremat import InfeasibleBudgetError, format_nbytes
 from jaxremat._cli._demo import ResNet, initial_state, train_step
 from jaxremat._compiler._program import Program
@@ -208,8 +208,7 @@ def measured(name: str, scale: str, target: str | None, share: float | str) -> R
 def rows(asked: Asked, name: str) -> Rows:
     """A plan for each share."""
     return {
-        f"{name} | {share}": partial(measured, name, asked.scale, asked.target, share)
-        for share in asked.shares
+        key(name, share): partial(measured, name, asked.scale, asked.target, share) for share in asked.shares
     }
 
 
@@ -222,12 +221,12 @@ def _of_platform(record: Record) -> str:
     header = ("step", "budget", "plain", "to a plan", "to run", "from the cache", "other batch")
     header += ("compilations", "from the cache", "other batch", "solves", "memory")
     lines = []
-    for key, row in record["rows"].items():
-        name, share, *before = key.split(" | ")
+    for each, row in record["rows"].items():
+        name, share, *before = each.split(" | ")
         made, again, nearby = row["planned"], row.get("again", {}), row.get("nearby", {})
         seconds = [
-            shown(each, field, lambda seconds: f"{seconds:.1f} s")
-            for each, field in (
+            shown(run, field, lambda seconds: f"{seconds:.1f} s")
+            for run, field in (
                 (row["plain"], "cpu_seconds"),
                 (made, "first_cpu_seconds"),
                 (made, "cpu_seconds"),
@@ -236,12 +235,11 @@ def _of_platform(record: Record) -> str:
             )
         ]
         counts = [
-            f"{each['compilations']} ({each['other_compilations']})" if each else ""
-            for each in (made, again, nearby)
+            f"{run['compilations']} ({run['other_compilations']})" if run else ""
+            for run in (made, again, nearby)
         ]
-        within = share if share.isalpha() else f"{float(share):.0%}"
         memory = format_nbytes(made["peak_process_nbytes"])
-        within = ", ".join((within, *before))
+        within = ", ".join((percent(share), *before))
         lines.append((name, within, *seconds, *counts, str(made["solves"]), memory))
     title = f"### What planning costs, {record['environment']['platform']}"
     return "\n\n".join([title, LEGEND, grid(header, lines)])

@@ -13,7 +13,7 @@ from functools import partial
 from examples.benchmarks.networks import NAMES, program
 from examples.benchmarks.plans import measure
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, overhead
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, overhead, percent
 from jaxremat import EXACT, format_nbytes
 
 ROUNDED = "bf16_residuals"
@@ -40,7 +40,7 @@ def markdown(found: Sequence[Record]) -> str:
             rounded = record["rows"].get(f"{share} {ROUNDED}")
             if rounded is not None:
                 sizes = [format_nbytes(rounded.get(f"{which}_nbytes", 0)) for which in ("whole", "copied")]
-                title = f"{record['network']}, {record['scale']}", f"{float(share):.0%}"
+                title = f"{record['network']}, {record['scale']}", percent(share)
                 lines.append((*title, overhead(record["rows"][name]), overhead(rounded), *sizes))
     header = ("step", "share", "exact", "with copies", "of values", "copies")
     return f"{TITLE}\n\n{grid(header, lines)}" if found else ""

@@ -155,6 +155,16 @@ def completed(
     return record
 
 
+def key(*parts: float | str) -> str:
+    """Return the name of a row in its file, of names and shares; `" | "` separates them."""
+    return " | ".join(part if isinstance(part, str) else f"{part:g}" for part in parts)
+
+
+def percent(share: str) -> str:
+    """Return a share as tables tell it; words such as "min" are told as they are."""
+    return share if share.isalpha() else f"{float(share):.0%}"
+
+
 def grid(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """Return a table in Markdown, of whose columns the first `left` hold words."""
     lines = [header, (*("---",) * left, *("---:",) * (len(header) - left)), *rows]

@@ -32,7 +32,7 @@ import jaxremat
 from examples.benchmarks.networks.convolutional import ResNet
 from examples.benchmarks.plans import of_plan
 from examples.benchmarks.records import Record
-from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, least
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, key, least, percent
 from jaxremat import format_nbytes
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._roofline import kernels
@@ -207,8 +207,7 @@ def measured(name: str, share: float, target: str | None, scale: int) -> Record:
 def rows(asked: Asked, name: str) -> Rows:
     """A plan for each share."""
     return {
-        f"{name} | {share:g}": partial(measured, name, share, asked.target, asked.times)
-        for share in asked.shares
+        key(name, share): partial(measured, name, share, asked.target, asked.times) for share in asked.shares
     }
 
 
@@ -219,11 +218,11 @@ def markdown(found: Sequence[Record]) -> str:
 
 def _of_platform(record: Record) -> str:
     lines = []
-    for key, row in record["rows"].items():
-        name, share = key.split(" | ")
+    for each, row in record["rows"].items():
+        name, share = each.split(" | ")
         cells = [
             name,
-            f"{float(share):.0%}",
+            percent(share),
             *(format_nbytes(row[f"{w}_nbytes"]) for w in ("plain", "budget")),
         ]
         both = [where for where in ("plain_sent", "sent") if where in row]

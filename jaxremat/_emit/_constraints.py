@@ -263,8 +263,12 @@ def _outlived(step: Analysis, n: int) -> bool:
 
 
 def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
-    """Return the rule as a mechanism that can be switched off."""
-    return mechanism(f"barriers: {name}", off=lambda _: [])(lambda step: list(find(step)))
+    """Return the rule as a mechanism that can be switched off, without constraints that constrain nothing."""
+
+    def found(step: Analysis) -> list[Constraint]:
+        return [each for each in find(step) if each.hold or each.until or each.readers]
+
+    return mechanism(f"barriers: {name}", off=lambda _: [])(found)
 
 
 RULES: Mapping[str, Rule] = {

@@ -22,14 +22,15 @@ from ._flat_program import Loop
 from ._loop_inlining import Section, append, row_at
 
 
-@mechanism("copies of rows in turn", off=lambda *_: None)
-def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) -> None:
-    """Have the copies of a section begin in turn. **Arguments:** `place` makes a variable for the
-    iteration's index.
+@mechanism("copies of rows in turn", off=lambda *_: False)
+def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) -> bool:
+    """Have the copies of a section begin in turn, and return whether any waits for another.
+
+    **Arguments:** `place` makes a variable for the iteration's index.
     """
     fetches = [eqn for eqn in section.eqns if is_fetch(eqn)]
     if len(fetches) <= AT_ONCE or loop.length == 1:
-        return
+        return False
     maker = {v: (i, eqn) for i, eqn in enumerate(section.eqns) for v in eqn.outvars}
     uses = _uses(section.eqns)
     order = sorted(
@@ -50,7 +51,7 @@ def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) 
         behind.setdefault(use.last, []).extend([*new, fetch.replace(invars=[row])])
         gone.add(id(fetch))
     if not behind:
-        return
+        return False
     found: list[Any] = []
     for i, eqn in enumerate(section.eqns):
         found.extend([] if id(eqn) in gone else [eqn])
@@ -63,6 +64,7 @@ def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) 
             section.eqns.insert(0, eqn)
             needed.update(_compat.variables(eqn.invars))
     section.scanned = {v: a for v, a in section.scanned.items() if not on_host(v.aval) or v in needed}
+    return True
 
 
 def _reads_host(eqn: jex.JaxprEqn) -> bool:

@@ -29,6 +29,7 @@ from jaxremat._program._primitives import inner_eqns, is_barrier, is_fetch, is_p
 from jaxremat._rewrite._passes import check, watched
 from jaxremat._rewrite._streamed_stacks import read_by_rows
 from jaxremat._rewrite._trace import Traced, trace
+from jaxremat._runtime._mechanisms import recorded
 
 Step = Callable[..., Any]
 ADAM = optax.adamw(1e-2)
@@ -137,7 +138,9 @@ def test_copies_of_an_iteration_begin_in_turn() -> None:
     been read, and the next but one begins.
     """
     found, _ = traced("all trained", of_levels((LAYERS,)))
-    body = scans(planned_for(found, DEVICES["gpu"]))[-1].params["jaxpr"].jaxpr
+    with recorded() as acted:
+        body = scans(planned_for(found, DEVICES["gpu"]))[-1].params["jaxpr"].jaxpr
+    assert acted["copies of rows in turn"]
     fetches = [i for i, eqn in enumerate(body.eqns) if is_fetch(eqn)]
     behind = {v: eqn for eqn in body.eqns if is_barrier(eqn) for v in eqn.outvars}
     made: dict[Any, int] = {v: i for i, eqn in enumerate(body.eqns) for v in eqn.outvars}
