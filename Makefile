@@ -67,10 +67,10 @@ test: setup ## the fast tests, on the CPU
 # At most a minute and a half: files of every room, and golden facts of steps.
 QUICK := $(addprefix tests/,test_house.py test_structure.py api/test_bad_input.py api/test_comparison.py \
 	api/test_planning.py attention/test_attention_found.py cli/test_doctor.py compiler/test_alive.py \
-	compiler/test_devices.py compiler/test_hlo.py compiler/test_roofline.py compiler/test_tags.py docs/test_pictures.py \
-	emit/test_segmentation.py examples/test_residuals.py \
+	compiler/test_devices.py compiler/test_hlo.py compiler/test_roofline.py docs/test_pictures.py \
+	emit/test_constraints.py examples/test_ablation.py \
 	lower/test_epilogues.py lower/test_loop_memory.py model/test_host_copies.py model/test_levels.py \
-	model/test_hold.py model/test_simulate.py model/test_timeline.py model/test_updates.py plan/test_effort.py \
+	model/test_simulate.py model/test_timeline.py model/test_updates.py plan/test_effort.py \
 	plan/test_golden.py plan/test_plan_json.py plan/test_search.py program report/test_report.py \
 	rewrite/test_cotangent_chains.py rewrite/test_inverses.py runtime/test_budget.py solver/test_check_solver.py \
 	solver/test_hull.py)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_close, assert_same, stripped
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxremat
@@ -352,3 +353,32 @@ def test_solver_that_fits_nothing_is_no_excuse(budget: int) -> None:
     plan = jaxremat.plan(train, *args, budget=budget, planning=jaxremat.Planning(solver=RecomputeAll()))
     assert plan.compiled_peak_nbytes is not None
     assert plan.compiled_peak_nbytes <= budget
+
+
+SCALED, WIDE, LONG = 8, 32, 256
+
+
+def scaled(state: Any, x: jax.Array) -> Any:
+    """Layers with a scale that is weakly typed, as what is made of Python's numbers is."""
+
+    def loss(params: Any) -> jax.Array:
+        def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ own["w"]) * own["scale"], None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def test_weak_types_stay_weak_and_nothing_is_planned_twice() -> None:
+    scale = jnp.log(2.0 + jnp.arange(SCALED))[:, None]
+    state = {"scale": scale, "w": jnp.tile(jnp.eye(WIDE), (SCALED, 1, 1))}
+    x = jnp.ones((LONG, WIDE))
+    planned = jaxremat.optimize("50% of temporaries")(scaled)
+    after, _ = planned(state, x)
+    plain, _ = jax.jit(scaled)(state, x)
+    assert planned.plan(state, x).rounds
+    assert scale.aval.weak_type and plain["scale"].aval.weak_type
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, plain)
+    assert planned.plan(after, x) is planned.plan(state, x)

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from jaxremat._compiler._hlo import Instruction, Module, Shape, materialised, parse
 from jaxremat._compiler._liveness import live_at_peak
+from jaxremat._compiler._tags import tagged, written
+from jaxremat._model._graph import backend
+from jaxremat._rewrite._trace import trace
 
 TAG = re.compile(r"#(\d+)(?:/|$)")
 # XLA:CPU drops barriers unless told otherwise (DESIGN.md, section 9).
@@ -304,3 +308,19 @@ def test_materialised_only_what_the_tag_names() -> None:
     module = _module(lambda x: jnp.sin(x) @ x, jnp.ones((8, 8)))
     assert materialised(module, TAG) == {}
     assert materialised(module, re.compile(r"/(\w+)$")).keys() == {"sin", "dot_general"}
+
+
+def test_kernels_read_what_kernels_write() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        y = jnp.sin(x @ x)
+        return (y @ y) + 1.0
+
+    x = jnp.ones((64, 64))
+    traced = trace(jax.jit(f), (x,), {})
+    names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
+    assert names == ["dot_general", "sin", "dot_general", "add"]
+    program = jax.jit(jex.jaxpr_as_fun(tagged(traced, backend("cpu"))))
+    found = written(parse(str(program.lower(x).compile().as_text())))
+    assert found.sizes[1] == (64 * 64 * 4,)
+    assert [k.reads for k in found.kernels if 2 in k.writes] == [{1}]
+    assert all(k.reads <= found.sizes.keys() for k in found.kernels)

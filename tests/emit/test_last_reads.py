@@ -1,4 +1,4 @@
-"""Weights are updated behind the last product that reads them, where the compiler's order would have it otherwise."""
+"""Barriers for the GPU compiler: weights change behind their last product, and no piece keeps a whole in memory."""
 
 from typing import Any
 
@@ -10,13 +10,21 @@ import pytest
 from comparing import assert_same
 
 import jaxremat
-from jaxremat import RecomputeAll
+from examples.benchmarks.networks import program
+from jaxremat import RecomputeAll, close_over_dependencies
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._compiler._hlo import maker, parse
+from jaxremat._compiler._program import Program
 from jaxremat._compiler._tags import TAG
+from jaxremat._compiler._target import Target
+from jaxremat._emit._analysis import Analysis
+from jaxremat._emit._constraints import constraints
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._plan._baseline import measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._rewrite._trace import trace
+from jaxremat._runtime._mechanisms import switched_off
 
 LAYERS, WIDTH = 4, 32
 TX = optax.adamw(1e-3)
@@ -128,3 +136,22 @@ def test_the_compiled_plan_copies_no_weight(share: float) -> None:
     assert plan.rounds[0].predicted_peak_nbytes == pytest.approx(
         plan.rounds[0].compiled_peak_nbytes, rel=0.05
     )
+
+
+def test_what_a_skip_connection_hands_back_does_not_keep_a_concatenations_gradient() -> None:
+    """Where all is made again in a UNet. Where nothing is, the peak is elsewhere, and no kernel is cut."""
+    net = program("unet", scale="tiny")
+    made = Program(net.step, donate_argnums=net.donate_argnums, target=Target("h100"))
+    problem = Problem(made, net.abstract_args(), {}, DEVICES["h100"], "roofline")
+    graph = measure_baseline(problem, plain=False, tagged=True).graphs.plain
+    none, every = (close_over_dependencies(graph, saved) for saved in ((), graph.residuals))
+
+    found = [each for each in constraints(Analysis(problem.traced, graph, none)) if each.why == "pieces"]
+    for each in found:
+        split = problem.traced.jaxpr.jaxpr.eqns[each.at.number]
+        assert split.primitive.name == "split" and [*each.hold] == split.outvars
+    assert not [each for each in constraints(Analysis(problem.traced, graph, every)) if each.why == "pieces"]
+
+    peak = problem.compile(problem.jitted(graph, none)).peak_nbytes
+    with switched_off("barriers: pieces"):
+        assert peak < 0.95 * problem.compile(problem.jitted(graph, none)).peak_nbytes, [str(e) for e in found]

@@ -6,12 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from test_loops import CPU, traced
+from zoo import Case, _normal, _sgd
 
-from jaxremat import Graph, close_over_dependencies
+import jaxremat
+from jaxremat import Graph, close_over_dependencies, simulate
 from jaxremat._compiler._devices import DEVICES
+from jaxremat._compiler._program import Program
 from jaxremat._compiler._tags import Kernel, Written
+from jaxremat._compiler._target import Target
 from jaxremat._lower._lower import lower
+from jaxremat._model._graph import Node
 from jaxremat._model._simulate import extra_seconds
+from jaxremat._plan._baseline import measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._report._actions import actions
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -196,3 +204,80 @@ def test_a_part_costs_what_it_has(parts: int) -> None:
     assert len(found) == parts
     for node in found:
         assert node.seconds == pytest.approx(2 * NBYTES / parts / H100.bandwidth + H100.launch_seconds)
+
+
+EXAMPLES, CLASSES = 512, 8192
+
+
+def cross_entropy(weights: jax.Array, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Its gradient by the logits is their softmax, less one at the label: automatic differentiation adds both."""
+    x, labels = batch
+    logits = jnp.tanh(x) @ weights
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked[:, 0])
+
+
+def make_args() -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _normal((64, CLASSES)), (_normal((EXAMPLES, 64), 1), jnp.arange(EXAMPLES) % CLASSES)
+
+
+CASE = Case("cross entropy", _sgd(cross_entropy), make_args)
+
+
+def the_sum(graph: Graph) -> Node:
+    """The node that adds what is scattered, which is in no memory by itself."""
+    wide = (n for n in graph.nodes if n.primitive == "scatter-add")
+    (v,) = (v for n in wide for v in n.outputs if graph.values[v].nbytes == 4 * EXAMPLES * CLASSES)
+    assert not graph.values[v].materialised
+    (reader,) = (n for n in graph.nodes if v in n.inputs)
+    assert graph.values[reader.outputs[0]].materialised
+    return reader
+
+
+def test_zeros_that_are_added_to_take_no_memory() -> None:
+    assert the_sum(lower(traced(CASE), CPU, base_nbytes=0)).primitive == "add_any"
+
+
+def test_the_sum_is_written_over_its_other_operand_on_a_gpu() -> None:
+    args = jax.eval_shape(make_args)
+    of = Program(CASE.step, donate_argnums=(0,), target=Target("h100"))
+    problem = Problem(of, args, {}, DEVICES["h100"], "roofline")
+    baseline = measure_baseline(problem, plain=False, tagged=True)
+    graph = baseline.graphs.plain
+    assert the_sum(graph).id in graph.in_place
+    predicted = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    assert abs(predicted / baseline.tagged.peak_nbytes - 1) < 0.05
+
+
+IMAGES, SIZE, POINTS, ROUNDS = 8, 16, 1024, 6
+
+
+def looked_up(image: jax.Array, x: jax.Array) -> jax.Array:
+    """Entries of an image, of a size that each has, at two places for each of these points."""
+    places = jnp.clip(jnp.floor(x), 0, SIZE - 2).astype(int)
+    return sum(image[places[:, 0] + d, places[:, 1]] * (1 - x[:, 0] % 1 + d) for d in (0, 1))  # type: ignore[return-value]
+
+
+def step(w: Any, images: jax.Array) -> Any:
+    def loss(w: Any) -> jax.Array:
+        seen, points = jnp.tanh(images * w["scale"]), jnp.broadcast_to(w["points"], (IMAGES, POINTS, 2))
+        for turn in w["turns"]:
+            read = jax.vmap(looked_up)(seen, jax.lax.stop_gradient(points))
+            points = SIZE * jax.nn.sigmoid(points @ turn + read[..., None])
+        return (points**2).mean()
+
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
+
+def test_the_model_counts_them() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        "scale": jnp.ones(()),
+        "points": SIZE * jax.random.uniform(keys[0], (POINTS, 2)),
+        "turns": list(jax.random.normal(keys[1], (ROUNDS, 2, 2))),
+    }
+    images = jax.random.normal(keys[2], (IMAGES, SIZE, SIZE))
+    plan = jaxremat.plan(step, w, images, budget="60%", allow=())
+    first, base = plan.rounds[0], plan.memory.base_nbytes  # type: ignore[union-attr]
+    predicted, compiled = (each - base for each in (first.predicted_peak_nbytes, first.compiled_peak_nbytes))
+    assert compiled < 1.4 * predicted  # 1.6 times without them

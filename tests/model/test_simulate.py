@@ -13,6 +13,8 @@ from strategies import choices, graphs
 
 from jaxremat import Graph, Schedule, SolverError, close_over_dependencies, simulate
 from jaxremat._model._schedule import check, must_save
+from jaxremat._model._simulate import extra_seconds, rank
+from jaxremat._solver._frontiers import hold
 
 EXAMPLES = [chain(5), chain(4, size=3), blocks(3), diamond(), unrepeatable()]
 
@@ -512,3 +514,20 @@ def test_an_iteration_of_its_own_lets_go_of_what_was_saved_for_it() -> None:
     one = [e.live_nbytes for e in simulate(once, saved).events]
     assert one[-1] < one[graph.forward_stop]
     assert many[-1] >= 3 * 4 * 2 * UNIT > one[-1]
+
+
+@given(graphs(most_nodes=10), st.floats(0, 1))
+def test_holding_never_costs_time_and_never_breaks_the_budget(graph: Graph, share: float) -> None:
+    schedule = close_over_dependencies(graph, ())
+    least = simulate(graph, schedule).peak_nbytes
+    budget = int(least + share * 4 * UNIT)
+    held = check(graph, hold(graph, schedule, budget))
+    assert held.saved == schedule.saved
+    assert rank(graph, held, budget) <= rank(graph, schedule, budget)
+
+
+def test_holding_saves_what_two_stages_recompute() -> None:
+    graph = blocks(3)
+    schedule = close_over_dependencies(graph, ())
+    ample = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes * 2
+    assert extra_seconds(graph, hold(graph, schedule, ample)) < extra_seconds(graph, schedule)

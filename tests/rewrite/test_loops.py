@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparing import assert_computes, assert_same, compile_plain
+from comparing import assert_close, assert_computes, assert_same, compile_plain
+from evaluation import evaluate
 from forms import of_levels
 from jax import lax
 from test_trace import assert_well_formed, runnable
@@ -17,8 +19,8 @@ from zoo import Case
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH, _block, _case, _stacked
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError, MemoryStats, close_over_dependencies, simulate
-from jaxremat._compiler._devices import DeviceSpec
+from jaxremat import InfeasibleBudgetError, MemoryStats, SaveAll, close_over_dependencies, simulate
+from jaxremat._compiler._devices import DeviceSpec, detect
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
@@ -412,3 +414,37 @@ def test_effects_stay_in_their_loop() -> None:
 
     found = trace(jax.jit(step), (np.ones((3, 8, 8)), np.ones((4, 8))), {})
     assert found.loops == ()
+
+
+DEEP, NARROW = 6, 8
+
+
+def critic(weights: Any, entry: Any, x: Any, y: Any) -> Any:
+    """As a critic and its generator: an update, and another of other parameters through what that gave."""
+
+    def loss(weights: Any, entry: Any, x: Any) -> jax.Array:
+        out, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ entry, weights)
+        return jnp.mean(out**2)
+
+    first, gradient = jax.value_and_grad(loss)(weights, entry, x)
+    weights = weights - 0.5 * gradient
+    second, gradient = jax.value_and_grad(loss, 1)(weights, entry, y)
+    return weights, entry - 0.5 * gradient, first, second
+
+
+@pytest.mark.parametrize("materialises_eagerly", [False, True], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("first", [(6,), (2, -1), (3, 2)], ids=str)
+@pytest.mark.parametrize("second", [(), (2,)], ids=str)
+def test_a_loop_reads_what_another_has_written(
+    first: tuple[int, ...], second: tuple[int, ...], materialises_eagerly: bool
+) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((DEEP, NARROW, NARROW), (NARROW, NARROW), (16, NARROW), (16, NARROW))
+    args = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    traced = trace(jax.jit(critic, donate_argnums=(0, 1)), args, {}).in_form(form := of_levels(first, second))
+    assert traced.form == form and traced.over
+    device = detect(jax.devices()[0])
+    graph = replace(lower(traced, device, base_nbytes=0), platform="cpu" if materialises_eagerly else "gpu")
+    schedule = SaveAll().solve(graph, None, time_limit=1.0).schedule
+    found = evaluate(emit(traced, graph, schedule), args)
+    assert_close(critic(*args), found, rtol=1e-4, atol=1e-5)
