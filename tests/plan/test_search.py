@@ -124,12 +124,11 @@ class Prefixes:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         del time_limit
-        found = close_over_dependencies(graph, ())
-        for k in range(1, len(graph.residuals) + 1 if budget_nbytes is not None else 0):
-            more = close_over_dependencies(graph, graph.residuals[:k])
-            if simulate(graph, more).peak_nbytes <= (budget_nbytes or 0):
-                found = more
-        return Solution(found)
+        for k in range(len(graph.residuals) if budget_nbytes is not None else 0, 0, -1):
+            found = close_over_dependencies(graph, graph.residuals[:k])
+            if simulate(graph, found).peak_nbytes <= (budget_nbytes or 0):
+                return Solution(found)
+        return Solution(close_over_dependencies(graph, ()))
 
 
 def compiled_dearly(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
