@@ -1,6 +1,19 @@
 """The graphs of `jaxremat.testing` and their builder, under the names that the tests use; and the solvers for them."""
 
-from jaxremat import Chen, Greedy, Milp, MinCut, RecomputeAll, SaveAll, Solver
+from collections.abc import Iterable
+
+from jaxremat import (
+    Chen,
+    Graph,
+    Greedy,
+    Milp,
+    MinCut,
+    RecomputeAll,
+    SaveAll,
+    Solver,
+    close_over_dependencies,
+    simulate,
+)  # fmt: skip
 from jaxremat._model._example_graphs import UNIT as UNIT
 from jaxremat._model._example_graphs import Builder as Builder
 from jaxremat._model._example_graphs import blocks as blocks
@@ -20,3 +33,8 @@ SOLVERS: dict[str, Solver] = {
     "milp": Milp(gap=0.0),
 }
 """Those that every graph is given to, the exact one exactly."""
+
+
+def peak_of(graph: Graph, saved: Iterable[int] = ()) -> int:
+    """The peak by the model where these values are saved."""
+    return simulate(graph, close_over_dependencies(graph, saved)).peak_nbytes

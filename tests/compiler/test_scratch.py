@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from graphs import peak_of
 from jax import lax
 
 import jaxremat
-from jaxremat import close_over_dependencies
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._scratch import Scratch, scratch
@@ -17,7 +17,6 @@ from jaxremat._compiler._single_equation import workspaces
 from jaxremat._compiler._target import Target
 from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._model._simulate import simulate
 from jaxremat._plan._baseline import Baseline, measure_baseline
 from jaxremat._plan._problem import Problem
 from jaxremat._program._flops import aval_nbytes
@@ -240,7 +239,7 @@ def test_the_model_of_padded_logits_meets_the_compiler() -> None:
     plain = measure_baseline(problem, plain=False, tagged=True)
     graph = plain.graphs.plain
     assert max(node.workspace_nbytes for node in graph.nodes) > 1024 * 50257 * 4
-    predicted = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    predicted = peak_of(graph, graph.residuals)
     assert predicted == pytest.approx(plain.peak_nbytes, rel=0.01)
 
 

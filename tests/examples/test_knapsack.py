@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from graphs import UNIT, Builder, blocks, chain
+from graphs import UNIT, Builder, blocks, chain, peak_of
 
 from examples.benchmarks.knapsack import RATIOS, Knapsack, chosen
 from jaxremat import Graph, Solver, close_over_dependencies, simulate
@@ -57,9 +57,7 @@ def test_the_ends_are_everything_and_nothing() -> None:
 @pytest.mark.parametrize("graph", [uneven(), blocks(3), chain(12)], ids=["uneven", "blocks", "chain"])
 def test_the_largest_ratio_that_fits_is_taken(graph: Graph) -> None:
     solver: Solver = Knapsack()
-    peaks = [
-        simulate(graph, close_over_dependencies(graph, chosen(graph, ratio))).peak_nbytes for ratio in RATIOS
-    ]
+    peaks = [peak_of(graph, chosen(graph, ratio)) for ratio in RATIOS]
     for budget in {*peaks, max(peaks) + UNIT}:
         solution = solver.solve(graph, budget, time_limit=1.0)
         check(graph, solution.schedule)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from graphs import UNIT, Builder, blocks, chain
+from graphs import UNIT, Builder, blocks, chain, peak_of
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import choices, graphs
@@ -134,10 +134,7 @@ def test_the_plain_step_has_one_timeline() -> None:
     assert found.planned is None and not sum(s.recomputed_nbytes for s in found.shares)
     assert found.plain.peak is not None
     whole = replace(graph, stages=(Stage(graph.forward_stop, len(graph.nodes)),))
-    assert (
-        found.plain.peak.nbytes
-        == simulate(whole, close_over_dependencies(whole, whole.residuals)).peak_nbytes - graph.base_nbytes
-    )
+    assert found.plain.peak.nbytes == peak_of(whole, whole.residuals) - graph.base_nbytes
     none = replace(graph, nodes=(), values=(), stages=())
     assert account_of_plain(none).plain.moments == ()
 

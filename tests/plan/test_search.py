@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from forms import of_chunks
-from graphs import UNIT, chain
+from graphs import UNIT, chain, peak_of
 from test_host_copies import layers
 
 from jaxremat import (
@@ -141,9 +141,7 @@ def compiled_dearly(graph: Graph, solution: Solution, fence: str) -> CompiledCan
 
 def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_another() -> None:
     graph = replace(chain(12), platform="gpu")
-    least, most = (
-        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
-    )
+    least, most = peak_of(graph), peak_of(graph, graph.residuals)
     budget = (least + most) // 2 + 150
     search = searching(graph, Prefixes(), compiled_dearly)
     trial = search.within(budget, -MORE_ROUNDS)  # nothing but the schedules of least memory at first
@@ -158,8 +156,8 @@ def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_anothe
 def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
     graph = replace(chain(12), platform="gpu")
     search = searching(graph, Prefixes(), compiled_dearly)
-    budget = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
-    assert simulate(graph, close_over_dependencies(graph, graph.residuals[:1])).peak_nbytes + 150 > budget
+    budget = peak_of(graph)
+    assert peak_of(graph, graph.residuals[:1]) + 150 > budget
     trial = search.within(budget, 3)
     assert trial is not None
     assert trial.compiled_overhead == 3.0
@@ -172,9 +170,7 @@ def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
 def beyond_prediction() -> tuple[Graph, Search, int, int]:
     """A search all of whose schedules need more than predicted, a budget in the middle, and how much more that is."""
     graph = chain(12)
-    least, most = (
-        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
-    )
+    least, most = peak_of(graph), peak_of(graph, graph.residuals)
     budget, beyond = (least + most) // 2, (most - least) // 8
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -204,9 +200,7 @@ def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little
 def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: bool) -> None:
     """Plans that save something miss by a little again and again, and then fit; the least memory costs three steps."""
     graph = replace(chain(100), platform="gpu")
-    least, most = (
-        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
-    )
+    least, most = peak_of(graph), peak_of(graph, graph.residuals)
     budget, rounds = (least + most) // 2, 3
     missed = 0
 
@@ -240,7 +234,7 @@ def test_something_faster_than_what_fits_is_looked_for_within_the_effort_or_not_
 def test_what_misses_by_little_is_corrected_beyond_the_effort() -> None:
     """Each plan needs a little more than the budget, as if the model knew nothing."""
     graph = replace(chain(12), step_seconds=10000.0)
-    budget = simulate(graph, close_over_dependencies(graph, graph.residuals[:6])).peak_nbytes
+    budget = peak_of(graph, graph.residuals[:6])
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         return replace(compiled_dearly(graph, solution, fence), peak_nbytes=budget + UNIT)
@@ -274,9 +268,7 @@ def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compile
 def test_compiled_peaks_that_follow_slowly_are_not_given_up_for_the_least_memory() -> None:
     """A quarter of what a prediction is lowered by comes off the compiled peak, and there are few rounds."""
     graph = replace(chain(40), step_seconds=2000.0)  # so that even the least memory is bearable
-    least, most = (
-        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
-    )
+    least, most = peak_of(graph), peak_of(graph, graph.residuals)
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)
@@ -402,7 +394,7 @@ def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes
     """Of two cuttings whose least the model takes for the same memory the first is compiled and exceeds the budget."""
     graph = chain(12)
     most = graph.residuals[: 2 if expensive else 6]
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals[:6])).peak_nbytes
+    peak = peak_of(graph, graph.residuals[:6])
     tried: list[int] = []
 
     class Given:
@@ -466,7 +458,7 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
     compiled, of two it is.
     """
     graph = chain(12)
-    peak = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
+    peak = peak_of(graph)
     ids: list[int] = []
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -487,7 +479,7 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
 def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> None:
     """The plain form needs more than the model says, and the effort is exhausted: the other is compiled even so."""
     graph = chain(12)
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    peak = peak_of(graph, graph.residuals)
     other = of_chunks(4)
     rows = Sites(ROWS, {(0, (4,)): Estimate(peak // 2, graph.step_seconds)})
 
@@ -508,7 +500,7 @@ def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> N
 @pytest.mark.parametrize("least", [False, True])
 def test_rows_inside_of_microbatches_are_tried_where_these_alone_need_more(least: bool) -> None:
     graph = chain(12)
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    peak = peak_of(graph, graph.residuals)
     whole = of_chunks(4)
     (rung,) = Sites(INSIDE, {(0, (2,)): Estimate(peak // 4, graph.step_seconds / 100)}).rungs()
     inside = whole.also(*rung)
@@ -540,7 +532,7 @@ def test_no_graph_is_made_of_a_variant_that_a_sketch_rules_out(
     variant that is known, or about as long.
     """
     graph = chain(12)
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    peak = peak_of(graph, graph.residuals)
     variants = dict(zip((2, 4), (graph.residuals[:n] for n in gone), strict=True))
     estimates = {
         (0, (n,)): Estimate(peak + n, n / 1000 * graph.step_seconds, divided=tuple((v, 0) for v in values))
@@ -565,7 +557,7 @@ def test_no_graph_is_made_of_a_variant_that_a_sketch_rules_out(
 
 def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
     graph = replace(chain(12), platform="gpu")
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    peak = peak_of(graph, graph.residuals)
     share = {2: 0.02, 4: 0.03, 8: 0.05, 16: 0.1, 32: 0.2}
     estimates = {
         (0, (n,)): Estimate(peak - peak // n, each * graph.step_seconds, whole=True)
@@ -594,7 +586,7 @@ def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
 def test_a_search_goes_on_where_much_is_to_be_gained(saved: int, seconds: float, compilations: int) -> None:
     """Its compilations are over, and a plan fits that takes longer than another promises to."""
     graph = replace(chain(12), platform="gpu")
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    peak = peak_of(graph, graph.residuals)
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         return replace(a_trial(graph, set(solution.schedule.saved), 0.01), solution=solution, fence=fence)
@@ -621,7 +613,7 @@ def test_nothing_is_refused_before_what_each_solver_takes_for_the_least() -> Non
     more than what the first one does.
     """
     graph = chain(12)
-    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    peak = peak_of(graph, graph.residuals)
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         more = 0 if solution.solver == "price" else 10 * peak
@@ -638,9 +630,7 @@ def test_nothing_is_refused_before_what_each_solver_takes_for_the_least() -> Non
 
 def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
     graph = chain(12)
-    least, most = (
-        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
-    )
+    least, most = peak_of(graph), peak_of(graph, graph.residuals)
     low, high = least + (most - least) // 4, least + (most - least) // 2
     ledger = Ledger(Starved(), Effort(), 1.0)
 
@@ -691,7 +681,7 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
     """By the model what is away costs nothing; the compiler says a step's time, and here more memory too."""
     graph = replace(layers(8, link=64.0), platform="gpu")
     tried: list[tuple[bool, int]] = []
-    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    plain = peak_of(graph, graph.residuals)
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         away = bool(solution.schedule.offloaded)
@@ -720,7 +710,7 @@ def test_where_host_memory_is_spared_few_plans_with_it_are_tried_and_only_where_
 ) -> None:
     """Copies hide behind the kernels."""
     graph = replace(layers(24, link=64.0), platform="gpu")
-    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    plain = peak_of(graph, graph.residuals)
     assert graph.host is not None
 
     def searched(graph: Graph) -> tuple[CompiledCandidate, int, int]:
@@ -748,7 +738,7 @@ def test_where_host_memory_is_spared_few_plans_with_it_are_tried_and_only_where_
 
 def test_a_brief_search_compiles_no_schedule_of_least_memory_that_cannot_fit() -> None:
     graph = chain(12)
-    least = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
+    least = peak_of(graph)
     tried: list[int] = []
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -771,9 +761,7 @@ def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_withou
     copied = replace(graph, form=form, values=tuple(smaller))
     able = replace(NONE, others=(Sites(COPIES, {(0, codes): Estimate(10**6)}, exact=False),))
     tried: list[bool] = []
-    least, plain = (
-        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
-    )
+    least, plain = peak_of(graph), peak_of(graph, graph.residuals)
     budget = (least + plain) // 2
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -812,7 +800,7 @@ def test_between_a_slow_plan_and_one_that_nearly_fits_the_search_goes_on() -> No
     graph = replace(  # so that minimum cuts drop one after the other
         graph, nodes=tuple(replace(n, seconds=n.seconds * (1 + 0.5 * (n.id % 7))) for n in graph.nodes)
     )
-    budget = simulate(graph, close_over_dependencies(graph, graph.residuals[:30])).peak_nbytes
+    budget = peak_of(graph, graph.residuals[:30])
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)

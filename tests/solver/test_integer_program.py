@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from graphs import blocks
+from graphs import blocks, peak_of
 
-from jaxremat import Chen, Graph, Greedy, JaxrematWarning, Milp, MinCut, close_over_dependencies, simulate
+from jaxremat import Chen, Graph, Greedy, JaxrematWarning, Milp, MinCut, simulate
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import rank
 from jaxremat._runtime import _worker
@@ -63,9 +63,7 @@ def run_python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def budget(graph: Graph) -> int:
-    high, low = (
-        simulate(graph, close_over_dependencies(graph, s)).peak_nbytes for s in (graph.residuals, ())
-    )
+    high, low = (peak_of(graph, s) for s in (graph.residuals, ()))
     return low + (high - low) // 3
 
 
