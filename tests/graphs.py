@@ -28,6 +28,7 @@ SOLVERS: dict[str, Solver] = {
     "save all": SaveAll(),
     "recompute all": RecomputeAll(),
     "chen": Chen(),
+    "chen of 3": Chen(segments=3),
     "greedy": Greedy(),
     "mincut": MinCut(),
     "milp": Milp(gap=0.0),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from chains import updating
 from graphs import peak_of
 from jax import lax
 
@@ -31,28 +32,22 @@ def conv(x: jax.Array, w: jax.Array, stride: int = 1, groups: int = 1) -> jax.Ar
     )
 
 
+@updating
 def inverted(weights: Any, x: jax.Array) -> Any:
     """A train step of MobileNet's block with a stride."""
-
-    def loss(weights: Any) -> jax.Array:
-        wide, depth, narrow = weights
-        y = jnp.tanh(conv(jnp.tanh(conv(x, wide)), depth, stride=2, groups=96))
-        return jnp.mean(conv(y, narrow) ** 2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+    wide, depth, narrow = weights
+    y = jnp.tanh(conv(jnp.tanh(conv(x, wide)), depth, stride=2, groups=96))
+    return jnp.mean(conv(y, narrow) ** 2)
 
 
+@updating
 def vgg(weights: Any, x: jax.Array) -> Any:
     """A train step of two of VGG's groups."""
-
-    def loss(weights: Any) -> jax.Array:
-        y = x
-        for first, second in weights:
-            y = jax.nn.relu(conv(jax.nn.relu(conv(y, first)), second))
-            y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-        return jnp.mean(y**2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+    y = x
+    for first, second in weights:
+        y = jax.nn.relu(conv(jax.nn.relu(conv(y, first)), second))
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jnp.mean(y**2)
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
@@ -220,15 +215,12 @@ def test_copies_of_arguments_as_they_are_come_of_the_programs_order(layout: str,
     assert [found[i].nbytes for i in range(3)] == [64 * 64 * 4 * counted] * 3
 
 
+@updating
 def language_model(weights: Any, x: jax.Array, labels: jax.Array) -> Any:
     """A train step whose logits XLA pads, with the weight, for the product that goes back from them."""
-
-    def loss(weights: Any) -> jax.Array:
-        inner, embedding = weights
-        logits = jnp.tanh(x @ inner) @ embedding.T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+    inner, embedding = weights
+    logits = jnp.tanh(x @ inner) @ embedding.T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def test_the_model_of_padded_logits_meets_the_compiler() -> None:

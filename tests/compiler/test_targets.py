@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from chains import updating
 from comparing import assert_close
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from zoo import BY_NAME
@@ -252,14 +253,12 @@ def test_shares_are_of_the_targets_memory() -> None:
 def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's own compiler has the last word; here the CPU stands in for the target."""
 
+    @updating
     def step(weights: Any, x: jax.Array) -> Any:
-        def loss(weights: Any) -> jax.Array:
-            y = x
-            for w in weights:
-                y = jnp.tanh(y @ w)
-            return jnp.mean(y**2)
-
-        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
 
     args = [jnp.ones((64, 64)) / 64] * 12, jnp.ones((8192, 64))
     peak = jaxremat.memory(step, *args, target="h100").peak_nbytes
@@ -289,13 +288,11 @@ def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: 
 def test_a_product_that_triton_has_no_tiling_for(caplog: pytest.LogCaptureFixture) -> None:
     """XLA refuses attention over an odd length before it has tried anything else than Triton."""
 
+    @updating
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        def loss(w: jax.Array) -> jax.Array:
-            weights = jax.nn.softmax(jnp.einsum("blhd,bmhd->bhlm", x, x))
-            y = jnp.einsum("bhlm,bmhd->blhd", weights, x)
-            return jnp.mean((y.reshape(2, 37, 32) @ w) ** 2)
-
-        return w - 0.1 * jax.grad(loss)(w)
+        weights = jax.nn.softmax(jnp.einsum("blhd,bmhd->bhlm", x, x))
+        y = jnp.einsum("bhlm,bmhd->blhd", weights, x)
+        return jnp.mean((y.reshape(2, 37, 32) @ w) ** 2)
 
     args = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((2, 37, 2, 16), jnp.float32)
     with caplog.at_level("INFO", logger="jaxremat"):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import descent
 from comparing import assert_close
 from jax.extend.core import jaxpr_as_fun
 
@@ -72,62 +73,48 @@ LARGE = {
 """Arguments of which products take about as long as copies of their results to the host, for a GPU."""
 
 
-def updated(weights: Any, loss: Any) -> Any:
-    """The weights after one SGD step, and the loss before it."""
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
-
-
+@descent
 def mlp(weights: Any, x: Any) -> Any:
     """One SGD step of an unrolled network with activations that are made of another value in memory."""
 
-    def loss(weights: Any) -> jax.Array:
-        h = x
-        for up, down, *bias in weights:
-            h = h + jax.nn.gelu(sum(bias, h @ up)) @ down
-        return jnp.mean(h**2)
-
-    return updated(weights, loss)
+    h = x
+    for up, down, *bias in weights:
+        h = h + jax.nn.gelu(sum(bias, h @ up)) @ down
+    return jnp.mean(h**2)
 
 
+@descent
 def conv(weights: Any, x: Any) -> Any:
     """The same of images."""
 
-    def loss(weights: Any) -> jax.Array:
-        h = x
-        for w in weights:
-            h = jnp.tanh(
-                jax.lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            )
-        return jnp.mean(h**2)
-
-    return updated(weights, loss)
+    h = x
+    for w in weights:
+        h = jnp.tanh(
+            jax.lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        )
+    return jnp.mean(h**2)
 
 
+@descent
 def branches(weights: Any, x: Any) -> Any:
     """The same of layers that add up three branches each, so that a stage reads many values."""
 
-    def loss(weights: Any) -> jax.Array:
-        h = x
-        for layer in weights:
-            h = h + sum(jnp.tanh(h @ w) for w in layer)
-        return jnp.mean(h**2)
-
-    return updated(weights, loss)
+    h = x
+    for layer in weights:
+        h = h + sum(jnp.tanh(h @ w) for w in layer)
+    return jnp.mean(h**2)
 
 
+@descent
 def scanned(weights: Any, x: Any, reverse: bool = False) -> Any:
     """The first network with its layers in a scan."""
 
-    def loss(weights: Any) -> jax.Array:
-        def layer(h: jax.Array, w: Any) -> Any:
-            h = h + jax.nn.gelu(h @ w[0]) @ w[1]
-            return h, jnp.mean(h)
+    def layer(h: jax.Array, w: Any) -> Any:
+        h = h + jax.nn.gelu(h @ w[0]) @ w[1]
+        return h, jnp.mean(h)
 
-        h, means = jax.lax.scan(layer, x, weights, reverse=reverse)
-        return jnp.mean(h**2) + jnp.sum(jnp.sin(means))
-
-    return updated(weights, loss)
+    h, means = jax.lax.scan(layer, x, weights, reverse=reverse)
+    return jnp.mean(h**2) + jnp.sum(jnp.sin(means))
 
 
 def accumulated(weights: Any, x: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from chains import updating
 from comparing import assert_same
 from jax import lax
 
@@ -19,22 +20,19 @@ LAYERS, CHANNELS = 6, 16
 SHAPE = 8, CHANNELS, 32, 32
 
 
+@updating
 def step(weights: Any, x: jax.Array) -> Any:
     """A train step of convolutions in PyTorch's layout, each with its channels' mean and variance taken out.
 
     Its residuals are differences to means: a kernel that reads one may as well read the convolution's result, which is
     there in the library's layout.
     """
-
-    def loss(weights: Any) -> jax.Array:
-        y = x
-        for kernel, scale in weights:
-            y = lax.conv_general_dilated(y, kernel, (1, 1), "SAME")
-            y = y - y.mean((0, 2, 3), keepdims=True)
-            y = jax.nn.relu(scale * y / jnp.sqrt((y**2).mean((0, 2, 3), keepdims=True) + 1e-5))
-        return jnp.mean(y**2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+    y = x
+    for kernel, scale in weights:
+        y = lax.conv_general_dilated(y, kernel, (1, 1), "SAME")
+        y = y - y.mean((0, 2, 3), keepdims=True)
+        y = jax.nn.relu(scale * y / jnp.sqrt((y**2).mean((0, 2, 3), keepdims=True) + 1e-5))
+    return jnp.mean(y**2)
 
 
 def args() -> Any:
@@ -60,16 +58,13 @@ def test_what_differences_were_made_of_is_not_kept_beside_them() -> None:
     check_prediction(step, args())
 
 
+@updating
 def gelu_step(weights: Any, x: jax.Array) -> Any:
     """A train step whose backward pass wants an exponential of each product, which no one keeps."""
-
-    def loss(weights: Any) -> jax.Array:
-        y = x
-        for up, down in weights:
-            y = y + jax.nn.gelu(y @ up, approximate=False) @ down
-        return jnp.mean(y**2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+    y = x
+    for up, down in weights:
+        y = y + jax.nn.gelu(y @ up, approximate=False) @ down
+    return jnp.mean(y**2)
 
 
 def test_costly_results_within_kernels_of_both_passes_are_not_kept_for_the_later() -> None:

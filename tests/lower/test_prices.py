@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import updating
 from test_loops import CPU, traced
 from zoo import Case, _normal, _sgd
 
@@ -258,15 +259,13 @@ def looked_up(image: jax.Array, x: jax.Array) -> jax.Array:
     return sum(image[places[:, 0] + d, places[:, 1]] * (1 - x[:, 0] % 1 + d) for d in (0, 1))  # type: ignore[return-value]
 
 
+@updating
 def step(w: Any, images: jax.Array) -> Any:
-    def loss(w: Any) -> jax.Array:
-        seen, points = jnp.tanh(images * w["scale"]), jnp.broadcast_to(w["points"], (IMAGES, POINTS, 2))
-        for turn in w["turns"]:
-            read = jax.vmap(looked_up)(seen, jax.lax.stop_gradient(points))
-            points = SIZE * jax.nn.sigmoid(points @ turn + read[..., None])
-        return (points**2).mean()
-
-    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+    seen, points = jnp.tanh(images * w["scale"]), jnp.broadcast_to(w["points"], (IMAGES, POINTS, 2))
+    for turn in w["turns"]:
+        read = jax.vmap(looked_up)(seen, jax.lax.stop_gradient(points))
+        points = SIZE * jax.nn.sigmoid(points @ turn + read[..., None])
+    return (points**2).mean()
 
 
 def test_the_model_counts_them() -> None:

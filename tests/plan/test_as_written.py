@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import descent
 from comparing import assert_same
 
 import jaxremat
@@ -19,15 +20,12 @@ def make_step(remat: bool, least: bool = False) -> Any:
 
     own: Any = jax.checkpoint(block) if remat else block
 
+    @descent
     def step(weights: list[jax.Array], x: jax.Array) -> Any:
-        def loss(weights: list[jax.Array]) -> jax.Array:
-            y = x
-            for w in weights:
-                y = own(y, w)
-            return jnp.mean(y**2)
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+        y = x
+        for w in weights:
+            y = own(y, w)
+        return jnp.mean(y**2)
 
     return step
 
@@ -104,13 +102,10 @@ def small(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_a_refusal_names_what_the_least_plan_needs() -> None:
     """Forms that were passed over on the way to the refusal are looked at for it too."""
 
+    @descent
     def step(weights: jax.Array, x: jax.Array) -> Any:
-        def loss(weights: jax.Array) -> jax.Array:
-            y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(jax.nn.gelu(y @ w) @ w.T), None), x, weights)
-            return jnp.mean(y**2)
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        return weights - 0.1 * grads, value
+        y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(jax.nn.gelu(y @ w) @ w.T), None), x, weights)
+        return jnp.mean(y**2)
 
     args = (0.1 * jnp.ones((12, WIDTH, 4 * WIDTH)), jnp.ones((256, WIDTH)))
     own: Any = {"donate_argnums": 0, "planning": jaxremat.Planning(planning_seconds=600, time_limit=30)}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import descent
 from comparing import assert_same
 
 import jaxremat
@@ -20,16 +21,6 @@ Args = tuple[Any, ...]
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     return 0.1 * jax.random.normal(jax.random.key(seed, impl="unsafe_rbg"), shape)
-
-
-def trained(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """A step of gradient descent."""
-
-    def step(params: Any, *batch: jax.Array) -> tuple[Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, *batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    return step
 
 
 def layers(count: int = 4, seed: int = 0) -> dict[str, jax.Array]:
@@ -53,7 +44,7 @@ def perceptron(size: int) -> tuple[Callable[..., Any], Args]:
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    return trained(loss), ([normal(64, 64, seed=i) for i in range(8)], normal(size, 64))
+    return descent(loss), ([normal(64, 64, seed=i) for i in range(8)], normal(size, 64))
 
 
 def normalised(size: int) -> tuple[Callable[..., Any], Args]:
@@ -65,7 +56,7 @@ def normalised(size: int) -> tuple[Callable[..., Any], Args]:
             x = jax.nn.relu((x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5))
         return jnp.mean(x**2)
 
-    return trained(loss), ([normal(3, 3, 8, 8, seed=i) for i in range(5)], normal(size, 12, 12, 8))
+    return descent(loss), ([normal(3, 3, 8, 8, seed=i) for i in range(5)], normal(size, 12, 12, 8))
 
 
 def unrolled(size: int) -> tuple[Callable[..., Any], Args]:
@@ -74,14 +65,14 @@ def unrolled(size: int) -> tuple[Callable[..., Any], Args]:
             x = block(x, {name: p[i] for name, p in params.items()})
         return jnp.mean(x**2)
 
-    return trained(loss), (layers(), normal(size, 32, WIDTH))
+    return descent(loss), (layers(), normal(size, 32, WIDTH))
 
 
 def scanned(size: int) -> tuple[Callable[..., Any], Args]:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jax.lax.scan(lambda x, p: (block(x, p), None), x, params)[0] ** 2)
 
-    return trained(loss), (layers(), normal(size, 32, WIDTH))
+    return descent(loss), (layers(), normal(size, 32, WIDTH))
 
 
 def recurrent(size: int) -> tuple[Callable[..., Any], Args]:
@@ -98,7 +89,7 @@ def recurrent(size: int) -> tuple[Callable[..., Any], Args]:
         return jnp.mean(jax.lax.scan(cell, (zeros, zeros), x)[0][0] ** 2)
 
     weights = {name: normal(WIDTH, 4 * WIDTH, seed=i) for i, name in enumerate("xh")}
-    return trained(loss), (weights, normal(size, 16, WIDTH))
+    return descent(loss), (weights, normal(size, 16, WIDTH))
 
 
 def worded(size: int) -> tuple[Callable[..., Any], Args]:
@@ -109,7 +100,7 @@ def worded(size: int) -> tuple[Callable[..., Any], Args]:
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), words[:, None], -1))
 
     params = {"w": normal(WIDTH, WIDTH), "out": normal(WIDTH, WORDS)}
-    return trained(loss), (params, normal(size, WIDTH), jnp.arange(size) % WORDS)
+    return descent(loss), (params, normal(size, WIDTH), jnp.arange(size) % WORDS)
 
 
 class Kind(NamedTuple):

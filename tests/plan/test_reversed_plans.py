@@ -1,13 +1,13 @@
 """Plans of reversible networks: what they need, what they cost, what they say, and that nobody gets one unasked."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chains import descent
 from comparing import assert_close
 from jax import lax
 
@@ -44,14 +44,6 @@ def normalised(pair: Any) -> jax.Array:
     return jnp.mean(jnp.sin(a * b))
 
 
-def training(net: Callable[..., Any]) -> Callable[..., Any]:
-    def step(weights: Any, x: Any) -> Any:
-        loss, gradients = jax.value_and_grad(net)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
-
-    return step
-
-
 def arguments(net: Any) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
 
@@ -68,7 +60,7 @@ def arguments(net: Any) -> tuple[Any, Any]:
 
 def planned(net: Any, share: float, **options: Any) -> tuple[Any, Any]:
     """The step and its plan within this share of the temporaries: what is undone hardly depends on the solver."""
-    step, args = training(net), arguments(net)
+    step, args = descent(net), arguments(net)
     options |= {"donate_argnums": 0, "planning": jaxremat.Planning(solver=MinCut())}
     made = jaxremat.optimize(f"{share:.0%} of temporaries", **options)(step)
     return made, made.plan(*args)
@@ -98,9 +90,9 @@ def test_what_can_be_undone_is_where_that_is_allowed(net: Any) -> None:
     assert str(form)[1:] in " ".join(str(plan.report()).split())  # begins a sentence there
     assert jaxremat.Plan.from_json(plan.to_json()) == plan
     args = arguments(net)
-    want = jax.jit(training(net))(*args)
+    want = jax.jit(descent(net))(*args)
     assert_close(step(*args), want, rtol=1e-4, atol=1e-5)
-    again = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()), donate_argnums=0)(training(net))
+    again = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()), donate_argnums=0)(descent(net))
     jax.tree.map(np.testing.assert_array_equal, again(*arguments(net)), step(*arguments(net)))
 
 
@@ -109,7 +101,7 @@ def test_training_goes_as_without(net: Any) -> None:
     made, plan = undone(net)
     assert plan.form.settings(REVERSED)
     curves = []
-    for step in (jax.jit(training(net)), made):
+    for step in (jax.jit(descent(net)), made):
         weights, x = arguments(net)
         losses = []
         for _ in range(20):
@@ -123,7 +115,7 @@ def test_training_goes_as_without(net: Any) -> None:
 
 def test_it_needs_less_than_recomputing_can() -> None:
     """Of a long loop all carries but one are computed back."""
-    step, args = training(scanned), arguments(scanned)
+    step, args = descent(scanned), arguments(scanned)
     least = {
         kinds: jaxremat.plan(step, *args, budget="min", donate_argnums=0, allow=kinds)
         for kinds in ((), ("reversible",))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from chains import descent
 from evaluation import evaluated
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -70,14 +71,11 @@ def network(params: Any, x: Any) -> Any:
 
 
 def step_of(loss: Callable[[Any, Any], Any], dtype: Any = jnp.float32, *, tied: bool = True) -> Any:
+    @descent
     def step(params: Any, x: Any, y: Any) -> Any:
-        def whole(params: Any) -> Any:
-            params = jax.tree.map(lambda p: p.astype(dtype), params)
-            head = params["words"].T if tied else params["head"]
-            return loss((network(params, x) @ head).astype(jnp.float32), y)
-
-        value, grads = jax.value_and_grad(whole)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        head = params["words"].T if tied else params["head"]
+        return loss((network(params, x) @ head).astype(jnp.float32), y)
 
     return step
 

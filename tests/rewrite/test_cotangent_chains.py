@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import descent
 from comparing import assert_same
 
 import jaxremat
@@ -33,15 +34,12 @@ def residual(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def step_of(layer: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+    @descent
     def step(weights: list[jax.Array], x: jax.Array) -> Any:
-        def loss_fn(weights: list[jax.Array]) -> jax.Array:
-            h = x
-            for w in weights:
-                h = layer(h, w)
-            return (h**2).mean()
-
-        loss, gradients = jax.value_and_grad(loss_fn)(weights)
-        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+        h = x
+        for w in weights:
+            h = layer(h, w)
+        return (h**2).mean()
 
     return step
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import updating
 from comparing import assert_same
 from forms import of_levels
 from graphs import chain, in_loops
@@ -64,16 +65,14 @@ def test_each_part_saves_what_it_likes() -> None:
 WIDE, DEPTH, BATCH = 64, 5, 512  # too short for levels
 
 
+@updating
 def heavy(params: Any, x: Any) -> Any:
     """A step whose loop has one choice, to save a product or not."""
 
-    def loss(params: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            return x + jnp.tanh(jnp.sin(x) @ w) @ w.T, None
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(jnp.sin(x) @ w) @ w.T, None
 
-        return (lax.scan(layer, x, params)[0] ** 2).mean()
-
-    return params - 0.1 * jax.grad(loss)(params)
+    return (lax.scan(layer, x, params)[0] ** 2).mean()
 
 
 HEAVY = (
@@ -113,14 +112,12 @@ def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
 
 
 def test_a_hint_holds_in_both_parts() -> None:
+    @updating
     def step(params: Any, x: Any) -> Any:
-        def loss(params: Any) -> Any:
-            def layer(x: Any, w: Any) -> Any:
-                return x + jaxremat.hint(jnp.tanh(x @ w), "recompute") @ w.T, None
+        def layer(x: Any, w: Any) -> Any:
+            return x + jaxremat.hint(jnp.tanh(x @ w), "recompute") @ w.T, None
 
-            return (lax.scan(layer, x, params)[0] ** 2).mean()
-
-        return params - 0.1 * jax.grad(loss)(params)
+        return (lax.scan(layer, x, params)[0] ** 2).mean()
 
     cut = trace(jax.jit(step, donate_argnums=0), HEAVY, {}).in_form(of_levels((5,)))
     graph = lower(cut, CPU, base_nbytes=0)

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chains import descent
 from comparing import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,15 +87,12 @@ def test_masks_are_what_they_were(how: Any, compare: Any, number: int, dtype: An
 
 
 def net(function: Callable[[Any], Any], norm: Callable[[Any], Any] = lambda x: x) -> Callable[..., Any]:
+    @descent
     def step(weights: list[Any], x: Any) -> Any:
-        def loss_fn(weights: list[Any]) -> Any:
-            h = x
-            for w, b in weights:
-                h = function(norm(h @ w + b))
-            return (h.astype(jnp.float32) ** 2).mean()
-
-        loss, gradients = jax.value_and_grad(loss_fn)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+        h = x
+        for w, b in weights:
+            h = function(norm(h @ w + b))
+        return (h.astype(jnp.float32) ** 2).mean()
 
     return step
 
@@ -178,12 +176,9 @@ def test_half_of_the_residuals_are_gone() -> None:
     assert kept_nbytes(step) == before - (LAYERS - 1) * product
 
 
+@descent
 def scanned(weights: Any, x: Any) -> Any:
-    def loss_fn(weights: Any) -> Any:
-        return (lax.scan(lambda h, w: (jax.nn.relu(h @ w) @ w, None), x, weights)[0] ** 2).mean()
-
-    loss, gradients = jax.value_and_grad(loss_fn)(weights)
-    return weights - 0.1 * gradients, loss
+    return (lax.scan(lambda h, w: (jax.nn.relu(h @ w) @ w, None), x, weights)[0] ** 2).mean()
 
 
 def accumulated(weights: Any, x: Any) -> Any:

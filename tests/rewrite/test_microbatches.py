@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from chains import descent
 from comparing import assert_close
 from evaluation import evaluated
 from forms import of_chunks
@@ -46,14 +47,6 @@ def weights(*shapes: tuple[int, ...]) -> list[jax.Array]:
 
 def tokens() -> jax.Array:
     return jnp.asarray(np.random.default_rng(9).integers(0, WORDS, (BATCH, LENGTH)), jnp.int32)
-
-
-def descent(loss: Loss) -> Callable[..., Any]:
-    def step(params: Any, *batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(params, *batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-    return step
 
 
 def layers(params: Any, x: Any) -> Any:

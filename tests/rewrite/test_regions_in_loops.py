@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chains import descent
 from evaluation import evaluated
 from forms import of_chunks
 
@@ -42,14 +43,6 @@ def unrolled(params: Any, h: Any) -> Any:
 def scanned(params: Any, h: Any) -> Any:
     h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, params)
     return (h**2).mean()
-
-
-def step_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def step(params: Any, h: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, h)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    return step
 
 
 def arguments() -> Any:
@@ -87,7 +80,7 @@ def largest(eqns: list[jex.JaxprEqn]) -> int:
 
 def test_layers_that_mix_all_nodes_are_in_regions_of_their_own() -> None:
     args = arguments()
-    traced = trace(jax.jit(step_of(unrolled)), args, {})
+    traced = trace(jax.jit(descent(unrolled)), args, {})
     rows = [region for region in traced.sites.regions if not region.whole]
     assert len(rows) > 1
     assert sum(len(region.loops) for region in rows) == 2 * LAYERS
@@ -100,7 +93,7 @@ def test_layers_that_mix_all_nodes_are_in_regions_of_their_own() -> None:
 
 def test_one_of_several_regions_may_be_in_chunks() -> None:
     args = arguments()
-    traced = trace(jax.jit(step_of(unrolled)), args, {})
+    traced = trace(jax.jit(descent(unrolled)), args, {})
     eqns = check_same(traced, traced.in_form(of_chunks(0, 4)), args)
     assert sum(map(is_in_chunks, eqns)) == len(traced.sites.regions[1].loops)
 
@@ -108,7 +101,7 @@ def test_one_of_several_regions_may_be_in_chunks() -> None:
 @pytest.mark.parametrize("levels", [(), (2, 2)])
 def test_bodies_of_loops_have_regions(levels: tuple[int, ...]) -> None:
     args = arguments()
-    traced = trace(jax.jit(step_of(scanned)), args, {})
+    traced = trace(jax.jit(descent(scanned)), args, {})
     (region,) = traced.sites.regions
     assert region.loop >= 0 and region.trips == LAYERS and len(region.loops) == 2
     changed = traced.in_form(of_chunks(8).also(Choice(LOOP, 0, levels)))
@@ -170,7 +163,7 @@ def test_gradient_accumulation_has_the_regions_of_its_body(add: Callable[[Any, A
 def test_microbatches_have_regions_inside(loops: int) -> None:
     """Of each example the words; none of those of more words than its own."""
     args = head_arguments(*(3,) * loops, 8, 128)
-    step = accumulating(head_loss, jnp.add) if loops else step_of(lambda p, batch: head_loss(p, *batch))
+    step = accumulating(head_loss, jnp.add) if loops else descent(lambda p, batch: head_loss(p, *batch))
     args = args if loops else (args[0], args[1:])
     traced = trace(jax.jit(step), args, {})
     (whole,) = (i for i, region in enumerate(traced.sites.regions) if region.whole)
@@ -213,7 +206,7 @@ def test_gradients_of_what_two_regions_read_are_one_sum() -> None:
         return -first - second
 
     params, *_ = args = head_arguments(2048)
-    traced = trace(jax.jit(step_of(loss)), args[:2], {})
+    traced = trace(jax.jit(descent(loss)), args[:2], {})
     able = [not region.whole for region in traced.sites.regions]
     assert sum(able) == 2
     for sites, filled in (able[:1], 0), (able, 1):
@@ -240,7 +233,7 @@ def test_scores_of_long_sequences_hide_no_other_regions() -> None:
     shapes = {"layers": (LAYERS, 3, width, width), "head": (width, words)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
-    (logits,) = trace(jax.jit(step_of(loss)), (params, x), {}).sites.regions
+    (logits,) = trace(jax.jit(descent(loss)), (params, x), {}).sites.regions
     assert (logits.rows, logits.loop) == (tokens, -1)
 
 
@@ -260,5 +253,5 @@ def test_the_mask_of_a_long_sequence_hides_no_regions() -> None:
     shapes = {"layers": (LAYERS, 3, width, width), "head": (width, words)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
-    found = trace(jax.jit(step_of(loss)), (params, x), {}).sites.regions
+    found = trace(jax.jit(descent(loss)), (params, x), {}).sites.regions
     assert [(region.rows, region.loop) for region in found if region.loop < 0] == [(tokens, -1)]

@@ -7,9 +7,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chains import descent
 from evaluation import evaluate, evaluated
 from test_chunks import close
-from test_microbatches import descent, normal
+from test_microbatches import normal
 
 from jaxremat._program._axes import Parts
 from jaxremat._program._compat import shaped

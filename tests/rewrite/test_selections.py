@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import recorded
 from adversary import draw
+from chains import descent
 from comparing import assert_close
 from evaluation import evaluate
 from hypothesis import given
@@ -165,18 +166,15 @@ def stepping(select: Callable[..., Any], layers: int = LAYERS) -> tuple[Any, Any
     """A train step whose loss is of what is selected from the last layer, and its arguments."""
     keys = jax.random.split(jax.random.key(0), 20)
 
+    @descent
     def step(weights: Any, x: jax.Array, t: jax.Array) -> Any:
-        def loss(weights: Any) -> jax.Array:
-            h, (layers, scale) = x, weights
-            for w, b in layers:
-                y = h @ w + b
-                y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
-                h = jnp.tanh(y)
-            chosen = select(h, scale)
-            return (chosen * t[: len(chosen)].reshape(-1, *(1,) * (chosen.ndim - 1))).mean()
-
-        value, gradients = jax.value_and_grad(loss)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+        h, (layers, scale) = x, weights
+        for w, b in layers:
+            y = h @ w + b
+            y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+            h = jnp.tanh(y)
+        chosen = select(h, scale)
+        return (chosen * t[: len(chosen)].reshape(-1, *(1,) * (chosen.ndim - 1))).mean()
 
     weights = [
         (jax.random.normal(keys[i], (WIDTH, WIDTH)) / WIDTH**0.5, jnp.zeros(WIDTH)) for i in range(layers)

@@ -7,33 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from graphs import SOLVERS as EXACTLY
 
 import jaxremat
 from jaxremat import (
-    Chen,
     Graph,
     Greedy,
-    MinCut,
-    RecomputeAll,
-    SaveAll,
     Schedule,
     Solution,
-    Solver,
     close_over_dependencies,
 )
 from jaxremat._model._example_graphs import chain
 from jaxremat._solver._milp import Milp
 from jaxremat.testing import SolverReport, check_solver, graphs
 
-SOLVERS: dict[str, Solver] = {
-    "save all": SaveAll(),
-    "recompute all": RecomputeAll(),
-    "chen": Chen(),
-    "chen of 3": Chen(segments=3),
-    "greedy": Greedy(),
-    "mincut": MinCut(),
-    "milp": Milp(),
-}
+SOLVERS = {**EXACTLY, "milp": Milp()}
 
 
 @pytest.mark.parametrize(

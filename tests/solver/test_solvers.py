@@ -1,9 +1,9 @@
 """Every solver on every graph, the integer program against brute force, and schedules known from the literature."""
 
 import math
-from typing import Any
 
 import pytest
+from graphs import SOLVERS as ALL
 from graphs import UNIT, Builder, blocks, chain, diamond, forward_only, unrepeatable
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -28,16 +28,7 @@ from jaxremat._solver._milp import Milp, _Model
 from jaxremat._solver._moments import Moments, Terms
 from jaxremat.testing import frontier, least_seconds
 
-SOLVERS: dict[str, Any] = {
-    "save_all": SaveAll(),
-    "recompute_all": RecomputeAll(),
-    "chen": Chen(),
-    "chen_3": Chen(segments=3),
-    "greedy": Greedy(),
-    "mincut": MinCut(),
-    "blocks": Blocks(),
-    "milp": Milp(gap=0.0),
-}
+SOLVERS = {**ALL, "blocks": Blocks()}
 GRAPHS = {
     "chain": chain(6),
     "uneven chain": chain(5, size=3, seconds=[8.0, 1.0, 4.0, 1.0, 2.0]),
@@ -90,7 +81,9 @@ def test_a_budget_that_cannot_be_met_gives_a_peak_above_it(name: str, graph: Gra
         assert peak > budget if name == "milp" else peak == least
 
 
-@given(graphs(most_nodes=8), st.sampled_from(["chen", "chen_3", "greedy", "mincut", "milp"]), st.floats(0, 1))
+@given(
+    graphs(most_nodes=8), st.sampled_from(["chen", "chen of 3", "greedy", "mincut", "milp"]), st.floats(0, 1)
+)
 def test_solvers_on_random_graphs(graph: Graph, name: str, share: float) -> None:
     """Whatever the budget: a schedule that can be emitted, and the same one the second time."""
     low = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import descent
 from graphs import UNIT, chain
 
 import jaxremat
@@ -17,15 +18,12 @@ from jaxremat.testing import check_solver, graphs
 LAYERS, ROWS, WIDTH = 9, 512, 64
 
 
+@descent
 def train(weights: list[jax.Array], x: jax.Array) -> Any:
-    def loss(weights: list[jax.Array]) -> jax.Array:
-        y = x
-        for w in weights:
-            y = jnp.sin(y @ w)
-        return jnp.mean(y**2)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+    y = x
+    for w in weights:
+        y = jnp.sin(y @ w)
+    return jnp.mean(y**2)
 
 
 def arguments() -> tuple[list[jax.Array], jax.Array]:
