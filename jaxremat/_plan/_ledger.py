@@ -295,6 +295,11 @@ class Ledger:
             if solver is None or own == id(solver)
         )
 
+    def lowest_compiled(self, graph: Graph, solver: Solver) -> list[CompiledCandidate]:
+        """Return what was compiled of a variant that this solver takes for the least memory, in any cutting."""
+        alike = (each for each in self.compiled if each.graph.alike(graph))
+        return [each for each in alike if self.is_lowest(each.solution, solver)]
+
     def within(self, graph: Graph, allowance: int | None, solver: Solver | None = None) -> Solution:
         """Return the solution within an allowance, None for the least memory. **Raises:** `SolverError`."""
         solver = solver or self.solver

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from .._emit._emit import COMBINED
 from .._model._graph import Graph
@@ -188,9 +189,9 @@ class Search:
         low, high = -1, len(fewer)
         while high - low > 1 and self._allows(lowest, 0):
             middle = (low + high) // 2
-            compiled = (
-                self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in self.source.make(fewer[middle])
-            )
+            made = ((cut, self.ledger.lowest(cut)) for cut in self.source.make(fewer[middle]))
+            hopeful = (each for each in made if not self._hopeless(*each, self.ledger.solver))
+            compiled = (self.ledger.compile(*each) for each in hopeful)
             peak = min((each.peak_nbytes for each in compiled if each), default=math.inf)
             low, high = (low, middle) if peak <= self._about_least() else (middle, high)
 
@@ -467,6 +468,7 @@ class Search:
         fits = budget is not None and self.ledger.best(budget) is not None
         if not fits or self.effort.allows(fits):
             self.source.make_lowest(self.most_seconds())
+        hopeless = partial(self._no_lower, budget) if budget else self._hopeless
         for solver in self.ledger.of_least:
             least = math.inf
             known = [(cut, self.ledger.lowest(cut, solver)) for cut in self.source.made]
@@ -483,10 +485,7 @@ class Search:
             order = sorted(range(len(known)), key=lambda i: not may_fit[i] if budget else peaks[i])
             for (cut, solution), peak in ((known[i], peaks[i]) for i in order):
                 is_least, least = peak == min(peaks) < least, min(peak, least)
-                if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
-                    continue
-                # Of one that misses a budget another cutting may be compiled to less.
-                if self.ledger.knows(cut, solution) or (not budget and self.ledger.has_like(cut, solution)):
+                if peak > likely or self.ledger.knows(cut, solution) or hopeless(cut, solution, solver):
                     continue
                 fits = budget is not None and self._affordable(self.ledger.best(budget))
                 tried = any(self.ledger.is_lowest(each.solution) for each in self.ledger.compiled)
@@ -499,19 +498,37 @@ class Search:
                 if budget is not None and self._affordable(self.ledger.best(budget)):
                     return
 
-    def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
+    def _no_lower(self, budget: int, graph: Graph, solution: Solution, solver: Solver) -> bool:
         """Return whether a schedule of this solver's of least memory would neither fit nor need less than what was
         compiled, if the model errs on it no less than on others of them of its variant that recompute no more.
         """
-        most = extra_seconds(graph, solution.schedule) + CHEAP * graph.step_seconds
-        alike = (each for each in self.ledger.compiled if each.graph.alike(graph))
-        own = [each for each in alike if each.profile.extra_seconds <= most]
-        own = [each for each in own if self.ledger.is_lowest(each.solution, solver)]
+        profile = simulate(graph, solution.schedule)
+        most = profile.extra_seconds + CHEAP * graph.step_seconds
+        own = [e for e in self.ledger.lowest_compiled(graph, solver) if e.profile.extra_seconds <= most]
         if not own:
             return False
-        expected = peak + min(each.beyond_nbytes for each in own)
+        expected = profile.peak_nbytes + min(each.beyond_nbytes for each in own)
         least = min(each.peak_nbytes for each in self.ledger.compiled)
         return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
+
+    def _hopeless(self, graph: Graph, solution: Solution, solver: Solver) -> bool:
+        """Return whether a schedule of this solver's of least memory is about the least or takes less than what was
+        compiled only if the model errs in its favour as never before: by what is known of the same solver's of its
+        variant, else the model may be right of it, or err as far as it does of any other.
+
+        Of another cutting with the same figures nothing else is expected.
+        """
+        if self.ledger.has_like(graph, solution):
+            return True
+        if not any(map(self._affordable, self.ledger.compiled)):
+            return False
+        profile, own = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
+        among = [each.beyond_nbytes for each in own or self.ledger.compiled]
+        expected = profile.peak_nbytes + (min(among) if own else min(0, *among))
+        if expected > self._about_least():
+            return True
+        cheaper = (e for e in self.ledger.compiled if e.profile.extra_seconds <= profile.extra_seconds)
+        return any(each.peak_nbytes <= expected for each in cheaper)
 
     def _bisect(self, budget: int) -> None:
         """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose
