@@ -513,8 +513,8 @@ class Search:
 
     def _hopeless(self, graph: Graph, solution: Solution, solver: Solver) -> bool:
         """Return whether a schedule of this solver's of least memory is about the least or takes less than what was
-        compiled only if the model errs in its favour as never before: by what is known of the same solver's of its
-        variant, else the model may be right of it, or err as far as it does of any other.
+        compiled only if the model errs in its favour as never before on what this solver makes of its variant. Where
+        nothing of that was compiled, it may be about the least if the model is right, or errs as far as on any other.
 
         Of another cutting with the same figures nothing else is expected.
         """
@@ -525,10 +525,9 @@ class Search:
         profile, own = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
         among = [each.beyond_nbytes for each in own or self.ledger.compiled]
         expected = profile.peak_nbytes + (min(among) if own else min(0, *among))
-        if expected > self._about_least():
-            return True
         cheaper = (e for e in self.ledger.compiled if e.profile.extra_seconds <= profile.extra_seconds)
-        return any(each.peak_nbytes <= expected for each in cheaper)
+        no_better = bool(own) and any(each.peak_nbytes <= expected for each in cheaper)
+        return no_better or expected > self._about_least()
 
     def _bisect(self, budget: int) -> None:
         """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose
