@@ -513,8 +513,9 @@ class Search:
 
     def _hopeless(self, graph: Graph, solution: Solution, solver: Solver) -> bool:
         """Return whether a schedule of this solver's of least memory is about the least or takes less than what was
-        compiled only if the model errs in its favour as never before on what this solver makes of its variant. Where
-        nothing of that was compiled, it may be about the least if the model is right, or errs as far as on any other.
+        compiled only if the model errs in its favour as never before on what this solver makes of its variant, in as
+        many stages or more: between fewer barriers the compiler needs more than predicted. Where nothing of that was
+        compiled, it may be about the least if the model is right, or errs as far as on any other.
 
         Of another cutting with the same figures nothing else is expected.
         """
@@ -522,9 +523,10 @@ class Search:
             return True
         if not any(map(self._affordable, self.ledger.compiled)):
             return False
-        profile, own = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
-        among = [each.beyond_nbytes for each in own or self.ledger.compiled]
-        expected = profile.peak_nbytes + (min(among) if own else min(0, *among))
+        profile, alike = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
+        own = [each.beyond_nbytes for each in alike if len(each.graph.stages) >= len(graph.stages)]
+        others = (each.beyond_nbytes for each in self.ledger.compiled)
+        expected = profile.peak_nbytes + (min(own) if own else min(0, *others))
         cheaper = (e for e in self.ledger.compiled if e.profile.extra_seconds <= profile.extra_seconds)
         no_better = bool(own) and any(each.peak_nbytes <= expected for each in cheaper)
         return no_better or expected > self._about_least()
