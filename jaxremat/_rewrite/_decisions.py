@@ -32,8 +32,9 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, permutations
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +58,8 @@ from ._domain_edges import (
 _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to"})
 _ROUNDINGS = frozenset({"ceil", "floor", "rem", "round", "sign"})
 _DIFFERENCES = frozenset({"sub", "div"})
+_OF_TWO = _COMPARISONS | {"add", "add_any", "sign", "sub"}
+"""What may ask which of two numbers is the larger, or take one from the other."""
 
 _SUMS = frozenset({"add_any", "dot_general", "reduce_sum"})
 """Zero where all that they add up is."""
@@ -78,8 +81,7 @@ for each layer's residual stream is made through those of all layers before.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
+class _Origin(NamedTuple):
     """Where a value's entries come from: sets of equations, as bits from the equation `base` on.
 
     **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
@@ -103,14 +105,7 @@ class _Origin:
     def rebased(self, base: int) -> "_Origin":
         """Return the same sets from a later equation on."""
         by = base - self.base
-        return self if by == 0 else _Origin(base, *(bits >> by for bits in self.sets))
-
-    @property
-    def sets(self) -> tuple[int, ...]:
-        return (
-            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart,
-            self.itself,
-        )  # fmt: skip
+        return self if by == 0 else _Origin(base, *(bits >> by for bits in self[1:]))
 
 
 _NONE = _Origin()
@@ -124,10 +119,10 @@ def _aligned(origins: Sequence[_Origin], base: int = 0) -> list[_Origin]:
 
 def _union(origins: Sequence[_Origin]) -> _Origin:
     """Return all of some origins that are aligned."""
-    if len(origins) < 2:
-        return origins[0] if origins else _NONE
-    sets = zip(*(origin.sets for origin in origins), strict=True)
-    return _Origin(origins[0].base, *(functools.reduce(operator.or_, each) for each in sets))
+    found, *others = origins or (_NONE,)
+    for other in others:
+        found = _Origin(found.base, *map(operator.or_, found[1:], other[1:]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -183,19 +178,20 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             exact.update(v for v in eqn.outvars if is_float(v))
         if constant.issuperset(operands):
             constant.update(eqn.outvars)
-        computed = [
-            origins.get(v, _NONE) for v in dict.fromkeys(numbers) if v not in exact and v not in constant
-        ]
-        if len(computed) == 2 and all(origin.same for origin in computed) and _takes(eqn, negative):
-            gaps[i] = any(_is_spread(eqns[maker[v]]) for v in numbers)
-        two = _between_two(eqn, _aligned(computed, together.base), gaps)
+        two = 0
+        if eqn.primitive.name in _OF_TWO:
+            others = (v for v in dict.fromkeys(numbers) if v not in exact and v not in constant)
+            computed = [origins.get(v, _NONE) for v in others]
+            if len(computed) == 2 and all(origin.same for origin in computed) and _takes(eqn, negative):
+                gaps[i] = any(_is_spread(eqns[maker[v]]) for v in numbers)
+            two = _between_two(eqn, _aligned(computed, together.base), gaps)
         if shared := _shared(eqn, read):
             selected.add(i)
         if shared or two:
             compared[i] = frozenset(_latest(set(_bits(shared | two, together.base)), through))
         if _is_negative(eqn, negative):
             negative.update(eqn.outvars)
-        result = _result(i, eqn, read, negative) if rounded or not numbers else _NONE
+        result = _result(i, eqn, read, together, negative) if rounded or not numbers else _NONE
         small: frozenset[int] = frozenset()  # that an operand at the edge of a domain is, but for rounding
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
@@ -205,7 +201,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
                 base = max(result.base, i - _WINDOW)
                 result = result.rebased(base)
                 guards = sum(1 << (j - base) for j in guarded if j >= base)
-                result = replace(result, guards=result.guards | guards)
+                result = result._replace(guards=result.guards | guards)
         elif (a := in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
             counted.update(_bits(origin.guards, origin.base))
             unseen = origin.same if takes_difference(eqn) else 0
@@ -351,12 +347,12 @@ def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int
     return found
 
 
-def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> _Origin:
-    """Return where the results of an equation come from."""
+def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], together: _Origin, negative: Set[Var]) -> _Origin:
+    """Return where the results of an equation come from. **Arguments:** `together` all of what is `read`."""
     name = eqn.primitive.name
-    if name not in CHOICES and name not in MOVES:
+    if name not in CHOICES and name not in MOVES and together.base < i - _WINDOW:
         read = _aligned(read, i - _WINDOW)
-    together = _union(read)
+        together = together.rebased(i - _WINDOW)
     base = together.base if read else max(i - _WINDOW, 0)
     own = 1 << (i - base)
     if name in _COMPARISONS and any(is_float(a) for a in eqn.invars):
@@ -366,9 +362,8 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
     if name in CHOICES or name in MOVES:
         if name == "select_n" and isinstance(eqn.invars[0], Var):
             # What a mask is made of, as of bits, are no entries of what it selects from.
-            return replace(_union(read[1:]), base=base, masks=together.masks)
-        chosen = together.chosen | (together.through if name in CHOICES else 0)
-        return replace(together, chosen=chosen)
+            return _union(read[1:])._replace(base=base, masks=together.masks)
+        return together._replace(chosen=together.chosen | together.through) if name in CHOICES else together
     if is_pointwise(eqn) and (is_float(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
         guards = together.guards if name in SCALINGS else 0
