@@ -121,7 +121,7 @@ def workspaces(
     found: dict[int, int] = {}
     with phase("compiling single operations", len(large), kind="compile") as progress, cache:
         for i, eqn in large:
-            measure = functools.partial(_measure, alone(eqn), program)
+            measure = functools.partial(_measure, eqn, program)
             found[i] = cache.get(key(eqn, where), measure)
             progress.advance()
     return found
@@ -139,27 +139,38 @@ def alone_seconds(eqns: Sequence[jex.JaxprEqn], program: Program, device: Device
         Figures("alone.json", float) as cache,
     ):
         for eqn in (with_bodies_replaced(each, backend(device.platform)) for each in eqns):
-            found.append(cache.get(key(eqn, where), lambda eqn=eqn: _seconds(alone(eqn), program, device)))
+            found.append(cache.get(key(eqn, where), lambda eqn=eqn: _seconds(eqn, program, device)))
             progress.advance()
     return found
 
 
-def _seconds(closed: jex.ClosedJaxpr, program: Program, device: DeviceSpec) -> float:
-    return roofline(parse(_compiled(closed, program).as_text() or ""), device).seconds
+def _seconds(eqn: jex.JaxprEqn, program: Program, device: DeviceSpec) -> float:
+    return roofline(parse(_compiled(eqn, program).as_text() or ""), device).seconds
 
 
-def _compiled(closed: jex.ClosedJaxpr, program: Program) -> Compiled:
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
-    return program.compile(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {})
+MOST_KEPT = 32
+_kept: dict[str, Compiled] = {}
+"""The last equations that were compiled alone, by what tells them apart: some are asked for memory and for time."""
+
+
+def _compiled(eqn: jex.JaxprEqn, program: Program) -> Compiled:
+    name = key(eqn, (program.compiler_options, program.otherwise, program.target))
+    if name not in _kept:
+        closed = alone(eqn)
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
+        _kept[name] = program.compile(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {})
+        while len(_kept) > MOST_KEPT:
+            del _kept[next(iter(_kept))]
+    return _kept[name]
 
 
 def _nothing() -> None:
     """Stand for what a program of single equations has in place of a function."""
 
 
-def _measure(closed: jex.ClosedJaxpr, program: Program) -> int:
+def _measure(eqn: jex.JaxprEqn, program: Program) -> int:
     try:
-        compiled = _compiled(closed, program)
+        compiled = _compiled(eqn, program)
     except Exception:  # what cannot be compiled alone (collectives, custom calls) has no figure
         return 0
     return MemoryStats.of(compiled).temporaries_nbytes

@@ -20,6 +20,8 @@ from comparing import assert_close
 
 import jaxremat
 from jaxremat._compiler._devices import DEVICES
+from jaxremat._compiler._program import Program
+from jaxremat._compiler._single_equation import alone_seconds, workspaces
 from jaxremat._lower._lower import lower
 from jaxremat._model._variant import PLAIN
 from jaxremat._rewrite import _flat_program, _passes
@@ -170,6 +172,16 @@ def test_a_program_is_looked_through_for_decisions_once_for_all_of_its_graphs(
     one, other = (lower(found, DEVICES["h100"], base_nbytes=n) for n in (0, 1))
     assert one == replace(other, base_nbytes=0)
     assert len(looked) == 1
+
+
+def test_an_equation_is_compiled_once_for_its_memory_and_for_its_time(
+    folder: Path, options: list[Any]
+) -> None:
+    found = trace(jax.jit(lambda x: x @ x.T), (X,), {})
+    program, device = Program(train), DEVICES["h100"]
+    (product,) = [eqn for eqn in found.jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert len(workspaces(found, program, "cpu", 0)) == 1 and alone_seconds([product], program, device)[0] > 0
+    assert len(options) == 1
 
 
 def test_a_copy_is_compiled_once(compiled: list[str]) -> None:
