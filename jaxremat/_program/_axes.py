@@ -27,7 +27,7 @@ Rule = Callable[[Any], Iterator["BatchingRule"]]
 @dataclass(frozen=True, slots=True)
 class Parts:
     """An axis in equal parts. **Fields:** `rows` that sizes are multiples of; the `count` of parts. Where that does not
-    divide the rows, the last part begins earlier, and does some rows that the one before did.
+    divide the rows, the last part ends behind them.
     """
 
     rows: int
@@ -42,9 +42,10 @@ class Parts:
         """Return the size that a dimension has in a part."""
         return size * self.size // self.rows
 
-    def again(self, size: int) -> int:
-        """Return how many entries of a dimension the last part does again."""
-        return self.count * self.of(size) - size
+    @property
+    def beyond(self) -> int:
+        """How many rows the last part has behind them."""
+        return self.count * self.size - self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,11 @@ def agree(placed: Iterable[tuple[Atom, int | None]]) -> bool:
 def is_scattered(eqn: jex.JaxprEqn) -> bool:
     """Return whether the equation adds to an array in its place."""
     return eqn.primitive.name == "scatter-add"
+
+
+def terms(eqn: jex.JaxprEqn, rule: BatchingRule) -> list[int]:
+    """Return the operands whose zeros add nothing to an equation's sums over an axis."""
+    return [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
 
 
 def sum_type(dtype: DType) -> Any:

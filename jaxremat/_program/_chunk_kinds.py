@@ -5,6 +5,7 @@ See `_chunk_loops`. Law: a stack is said to be of rows only where it is chunk af
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +24,14 @@ class OtherLoopError(Exception):
 
 
 class Wanted(Exception):  # noqa: N818 (it asks)
-    """An operand of a body has to have rows, or to be a sum where no dimension of these is named."""
+    """An operand of a body has to have rows, or to be a sum where no dimension of these is named.
 
-    def __init__(self, place: int, dimension: int | None):
+    **Arguments:** `ratio` of all rows to those of a chunk, None for as many as all chunks have.
+    """
+
+    def __init__(self, place: int, dimension: int | None, ratio: Fraction | None = None):
         super().__init__()
-        self.place, self.dimension = place, dimension
+        self.place, self.dimension, self.ratio = place, dimension, ratio
 
 
 Number = Callable[[Any, list[int]], Sequence[int]]
@@ -42,7 +46,6 @@ class Rows(NamedTuple):
     atom: Any
     dimension: int
     parts: int = 1
-    once: bool = False
 
 
 class Slab(NamedTuple):
@@ -100,11 +103,10 @@ class Inside(NamedTuple):
 class Places:
     """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
     `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_all` whether all
-    its entries are a number; `reaches` where an index along a dimension, which counts from zero, is as large as a
-    place; `symbol` of the loop; `of_all` the number of an equation's results outside of the loop; `counted` where
-    indices, one behind the other, begin; `inside` what a mask is; `known` whether the program that the loop is compared
-    with has an equation of these operands; `sizes` that there are of an equation's result along an axis, and how much a
-    pad pads before.
+    its entries are a number; `symbol` of the loop; `of_all` the number of an equation's results outside of the loop;
+    `counted` where indices, one behind the other, begin; `inside` what a mask is; `known` whether the program that the
+    loop is compared with has an equation of these operands; `sizes` that there are of an equation's result along an
+    axis, and how much a pad pads before.
     """
 
     number: Number
@@ -112,7 +114,6 @@ class Places:
     place: Callable[[int], Affine | None]
     is_index: Callable[[int], bool]
     is_all: Callable[[int, int], bool]
-    reaches: Callable[[int], tuple[int, Affine] | None]
     symbol: int
     of_all: Number
     counted: Callable[[int], Affine | None]
@@ -131,13 +132,10 @@ class AllRows:
 
 
 def stacked(x: jax.Array, dimension: int, count: int, size: int) -> jax.Array:
-    """Return a stack of so many chunks, those of the last with rows of the one before where the size does not divide
-    the rows.
-    """
+    """Return a stack of so many chunks, the last with rows of its own again where there are none left."""
     shape = x.shape
-    if (rows := shape[dimension]) != count * size:
-        ends = ((0, (count - 1) * size), (rows - size, rows))
-        x = lax.concatenate([lax.slice_in_dim(x, *each, axis=dimension) for each in ends], dimension)
+    if beyond := count * size - shape[dimension]:
+        x = lax.concatenate([x, lax.slice_in_dim(x, -beyond, None, axis=dimension)], dimension)
     parts = lax.reshape(x, (*shape[:dimension], count, size, *shape[dimension + 1 :]))
     return lax.transpose(parts, (dimension, *(d for d in range(parts.ndim) if d != dimension)))
 
@@ -145,8 +143,7 @@ def stacked(x: jax.Array, dimension: int, count: int, size: int) -> jax.Array:
 def all_rows(values: Values, stack: int, count: int) -> AllRows | None:
     """Return what a stack of so many chunks is of; None where a chunk has no dimension for rows.
 
-    Any stack is one of the rows that its chunks make one behind the other; where the last two share some, it is one of
-    fewer.
+    Any stack is one of the rows that its chunks make one behind the other, or of those that others of them follow.
     """
     node, d = values.nodes[stack], 0
     if node.op == "transpose" and node.key[0]:
@@ -157,29 +154,22 @@ def all_rows(values: Values, stack: int, count: int) -> AllRows | None:
     shape, dtype = values.type(stack)
     if len(shape) < d + 2:
         return None
-    size, rows = shape[d + 1], count * shape[d + 1]
+    rows = count * shape[d + 1]
     whole = values.make("reshape", None, [stack], ((*shape[:d], rows, *shape[d + 2 :]), dtype))
     node = values.nodes[whole]
-    if node.op == "concatenate" and len(node.operands) == 2 and values.nodes[node.operands[0]].op == "slice":
-        (array,) = values.nodes[node.operands[0]].operands
-        own = values.type(array)[0][d]
-        ends = [_between(values, array, d, *each) for each in ((0, rows - size), (own - size, own))]
-        if ends == list(node.operands):
-            return AllRows(array, d, own)
+    if node.op == "concatenate" and node.key == d and len(node.operands) == 2:
+        (own, _), (again, _) = map(values.type, node.operands)
+        start = tuple((n - again[d]) * (i == d) for i, n in enumerate(own))
+        last = values.make("slice", (start, own, (1,) * len(own)), node.operands[:1], (again, dtype))
+        if last == node.operands[1] and again[d] < shape[d + 1]:
+            return AllRows(node.operands[0], d, own[d])
     return AllRows(whole, d, rows)
-
-
-def _between(values: Values, array: int, axis: int, start: int, stop: int) -> int:
-    """Return a slice of an array along one axis."""
-    shape, dtype = values.type(array)
-    begin, end, size = [0] * len(shape), [*shape], [*shape]
-    begin[axis], end[axis], size[axis] = start, stop, stop - start
-    key = tuple(begin), tuple(end), (1,) * len(shape)
-    return values.make("slice", key, [array], (tuple(size), dtype))
 
 
 def place_of(kind: Kind) -> tuple[Any, ...]:
     """Return what kinds have to have in common to be alike."""
+    if isinstance(kind, Slab):
+        return type(kind), kind.dimension, kind.step, kind.before, kind.adds, kind.atom.aval.shape
     return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, Rows) else ())
 
 

@@ -1,14 +1,12 @@
 """Loop over chunks of rows -> the equations that do all rows at once: what a loop over chunks computes.
 
 The body of such a loop reads chunk `i` of an array, rows `i * size` to `(i + 1) * size` along one of its axes, and a
-carry is written chunk by chunk, or added to. A last chunk that would reach beyond the axis begins so much earlier, and
-has some rows of the one before again: written, they are the same; a sum has to have zeros for them. Or
-it is scanned over a stack of the chunks, and stacks what it makes of them. Each value of the body is of one of these
-kinds, told from its operands:
+carry is written chunk by chunk, or added to. Or it is scanned over a stack of the chunks, and stacks what it makes of
+them. Each value of the body is of one of these kinds, told from its operands:
 
 - *whole*: the same in all chunks;
-- *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other; *once* where
-  those that the chunk before has too are zeros;
+- *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other; a *slab*
+  where it reaches beyond these (see `_chunk_slabs`);
 - *sum*: what the chunks make of it adds up to a value of all rows, or is *joined* to one;
 - *index*: a number made of `i` alone;
 - *carry*: one as it is so far, *written* with a chunk, or *added* to.
@@ -56,7 +54,7 @@ from ._chunk_kinds import (
     variable,
 )
 from ._chunk_slabs import Slabs
-from ._compat import AnyJaxpr, Atom, SourceInfo, shaped
+from ._compat import AnyJaxpr, Atom, DType, SourceInfo, shaped
 from ._inline import followed
 from ._primitives import runs_once
 from ._splice import inlined, needed, typed
@@ -82,7 +80,7 @@ def of_all_rows(
     try:
         for each, v in zip(scanned, inner[consts + carries :], strict=True):
             given.append(Index(each) if isinstance(each, int) else loop.stacked_rows(each, v))
-        variables += [kind.atom for kind in given[consts + carries :] if isinstance(kind, Rows)]
+        variables += [kind.atom for kind in given[consts + carries :] if isinstance(kind, (Rows, Slab))]
         kinds = loop.body(closed, given)
         results = [loop.left(i, kind) for i, kind in enumerate(kinds[:carries])]
         stacks = zip(kinds[carries:], eqn.outvars[carries:], strict=True)
@@ -95,16 +93,16 @@ def of_all_rows(
 
 
 class _Chunks:
-    """What all rows of a body are, equation by equation."""
+    """What all rows of a body are, equation by equation. **Arguments:** `given` the operands of one within another."""
 
-    def __init__(self, count: int, places: Places, ratio: Fraction | None = None):
-        self.count, self.places, self.ratio = count, places, ratio
+    def __init__(self, count: int, places: Places, given: Sequence[Kind] = ()):
+        self.count, self.places = count, places
         self.eqns: list[Any] = []
         self.begin: list[Any] = []  # the carries
         self.known: dict[Any, int] = {}  # the numbers of what the loop is given
         self.consts: dict[int, tuple[Any, Any]] = {}
         self.maker: dict[Any, tuple[Any, int, list[Kind]]] = {}  # of what is whole
-        self.given: dict[Any, int] = {}  # place among the operands of a body within
+        self.given = {kind.atom: i for i, kind in enumerate(given) if isinstance(kind, Whole)}
         self.spread: dict[tuple[Any, int], Rows] = {}
         self.alike_rows: set[Any] = set()  # of these all rows are alike
         self.slabs = Slabs(self)
@@ -125,23 +123,22 @@ class _Chunks:
             return kind.atom
         raise OtherLoopError
 
-    def stacked_rows(self, scanned: AllRows, chunk: Atom) -> Rows:
+    def stacked_rows(self, scanned: AllRows, chunk: Atom) -> Kind:
         """Return the rows that a loop is scanned over. **Arguments:** `chunk` the body's variable for those of one."""
         shape, d = list(shaped(chunk).shape), scanned.dimension
-        if not self._is_chunk(shape[d], scanned.rows):
-            raise OtherLoopError
-        shape[d] = scanned.rows
+        size, shape[d] = shape[d], scanned.rows
         v = variable(chunk.aval.update(shape=tuple(shape)))
         self.known[v] = scanned.number
-        return Rows(v, d)
+        return self.slabs.kind(Slab(v, d, size, 0), size)
 
     def stack(self, kind: Kind, shape: Sequence[int], source_info: SourceInfo) -> Any:
         """Return the chunks of all rows in a stack of this shape."""
         if isinstance(kind, Whole):
             closed = jax.make_jaxpr(lambda x: lax.broadcast(x, shape[:1]))(typed(kind.atom))
-        elif isinstance(kind, Rows) and kind.parts == 1 and not kind.once:
-            size = shape[1 + kind.dimension]
-            closed = jax.make_jaxpr(lambda x: stacked(x, kind.dimension, self.count, size))(typed(kind.atom))
+        elif isinstance(kind, (Rows, Slab)):
+            d, size = kind.dimension, shape[1 + kind.dimension]
+            kind = Whole(self.slabs.written(kind, size, source_info))
+            closed = jax.make_jaxpr(lambda x: stacked(x, d, self.count, size))(typed(kind.atom))
         else:
             raise OtherLoopError
         eqns, (made,) = inlined(closed, [kind.atom], source_info)
@@ -168,20 +165,20 @@ class _Chunks:
             return [self._read(eqn, kinds)]
         if name == "dynamic_update_slice" and Carry in has:
             return [self._written(eqn, kinds)]
-        if name == "select_n" and (selected := self.slabs.masked(eqn, *kinds) or self._once(eqn, *kinds)):
+        if name == "select_n" and (selected := self.slabs.masked(eqn, *kinds)):
             return [selected]
         if has & {Carry, Added}:
             return [self._added(eqn, kinds)]
         if Index in has:
             return self._indices(eqn, kinds)
-        if name == "scan" and has & {Rows, Sum}:
+        if name == "scan" and has & {Rows, Slab, Sum}:
             return self._scan(eqn, kinds)
+        if name in JOINS and isinstance(kinds[0], (Rows, Slab)) and kinds[0].dimension in eqn.params["axes"]:
+            return [self._joined(eqn, kinds[0])]
         if Slab in has:
             return self._once_over(eqn, kinds[0], self.slabs.results(eqn, kinds))
         if has <= {Whole}:
             return self._same(eqn, kinds)
-        if name in JOINS and isinstance(kinds[0], Rows):
-            return [self._joined(eqn, kinds[0])]
         if has <= {Whole, Rows}:
             if name == "reshape" and (joined := self._of_parts(eqn, kinds[0])) is not None:
                 return [joined]
@@ -237,36 +234,13 @@ class _Chunks:
     def _along(self, shape: Sequence[int], size: Sequence[int], indices: Sequence[Kind]) -> int:
         """Return the axis along which a slice of this size is the loop's chunk of an array."""
         along = [d for d, (a, b) in enumerate(zip(shape, size, strict=True)) if a != b]
-        if len(along) != 1 or not self._is_chunk(size[along[0]], shape[along[0]]):
+        if len(along) != 1 or self.count * size[along[0]] != shape[along[0]]:
             raise OtherLoopError
         for d, kind in enumerate(indices):
             wanted = (((self.places.symbol, size[d]),), 0) if d == along[0] else ((), 0)
             if self.places.place(self._number(kind)) != wanted:
                 raise OtherLoopError
         return along[0]
-
-    def _is_chunk(self, size: int, rows: int) -> bool:
-        """Return whether this is the size of a chunk of so many rows, alike for all values."""
-        ratio = Fraction(rows, max(size, 1))
-        self.ratio = ratio if self.ratio is None else self.ratio
-        return self.ratio == ratio and self.count - 1 < ratio <= self.count
-
-    @property
-    def _all(self) -> Fraction:
-        """How many rows there are for each of a chunk."""
-        return Fraction(self.count) if self.ratio is None else self.ratio
-
-    def _once(self, eqn: jex.JaxprEqn, mask: Kind, *cases: Kind) -> Kind | None:
-        """Return rows of which those that the chunk before has too are zeros; None where it selects anything else."""
-        reach = self.places.reaches(mask.number) if isinstance(mask, Index) and len(cases) == 2 else None
-        if reach is None or not isinstance(cases[0], Whole) or not self._is_zero(cases[0]):
-            return None
-        (dimension, place), shape = reach, shaped(eqn.outvars[0]).shape
-        if shaped(eqn.invars[0]).shape != shape or dimension >= len(shape):
-            return None
-        found, size = self._rows(cases[1], dimension), shape[dimension]
-        begin = ((self.places.symbol, size),), size - size * self._all
-        return found._replace(once=True) if found and found.parts == 1 and place == begin else None
 
     def _read(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         array, *indices = kinds
@@ -281,12 +255,10 @@ class _Chunks:
             raise OtherLoopError
         shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.invars[1]).shape
         axis = self._along(shape, size, indices)
-        if isinstance(update, Slab):
-            return Written(array.place, self.slabs.written(update, eqn, axis))
-        rows = self._rows(update, axis)
-        if rows is None or rows.parts > 1 or rows.once:
+        rows = update if isinstance(update, Slab) else self._rows(update, axis)
+        if rows is None or rows.dimension != axis:
             raise OtherLoopError
-        return Written(array.place, rows.atom)
+        return Written(array.place, self.slabs.written(rows, size[axis], eqn.source_info))
 
     def _added(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         """Return a carry, to which chunks have added, with a sum."""
@@ -308,14 +280,10 @@ class _Chunks:
             so_far, others = kinds[1], kinds[:1]
         if isinstance(others[0], Joined) and isinstance(so_far, Carry):
             return self._joined_to(eqn, so_far, others[0])
-        if eqn.primitive.name not in ("add", "add_any"):
-            raise OtherLoopError
         dtype = shaped(eqn.outvars[0]).dtype
-        if (
-            not isinstance(so_far, (Carry, Added))
-            or not isinstance(others[0], Sum)
-            or sum_type(dtype) != dtype
-        ):
+        if eqn.primitive.name not in ("add", "add_any") or sum_type(dtype) != dtype:
+            raise OtherLoopError
+        if not isinstance(so_far, (Carry, Added)) or not isinstance(others[0], Sum):
             raise OtherLoopError
         before = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
         if before in self.known and self.places.is_all(self.known[before], 0):
@@ -331,17 +299,18 @@ class _Chunks:
             raise OtherLoopError
         return found
 
-    def _joined(self, eqn: jex.JaxprEqn, rows: Rows) -> Kind:
-        """Return what a reduction joins of rows: all of them, or those of each entry."""
-        if rows.once or rows.parts > 1 or rows.dimension not in eqn.params["axes"]:
-            return self._of_rows(eqn, [rows])[0]
-        return Joined(self.made(eqn, [rows])[0], eqn.primitive.name)
+    def _joined(self, eqn: jex.JaxprEqn, rows: Rows | Slab) -> Kind:
+        """Return what a reduction joins of all rows."""
+        size, name = shaped(eqn.invars[0]).shape[rows.dimension], eqn.primitive.name
+        fill = _neutral(name, shaped(eqn.invars[0]).dtype)
+        if isinstance(rows, Slab) and not self.slabs.is_own(rows, size, fill):
+            raise OtherLoopError
+        return Joined(self.made(eqn, [rows])[0], name)
 
     def _joined_to(self, eqn: jex.JaxprEqn, so_far: Carry, joined: Joined) -> Kind:
         """Return a carry that began with nothing, and to which chunks were joined."""
-        begin, neutral = self.begin[so_far.place], -1 if joined.by == "reduce_and" else 0
-        if shaped(eqn.outvars[0]).dtype == np.bool_:
-            neutral = abs(neutral)
+        begin = self.begin[so_far.place]
+        neutral = _neutral(joined.by, shaped(eqn.outvars[0]).dtype)
         begins = begin in self.known and self.places.is_all(self.known[begin], neutral)
         if not begins or eqn.primitive is not JOINS[joined.by]:
             raise OtherLoopError
@@ -414,8 +383,6 @@ class _Chunks:
         round.
         """
         assert isinstance(kind, Rows)
-        if self._all != self.count:
-            return None
         result = tuple(shaped(eqn.outvars[0]).shape)
         if (place := parts_place(kind, shaped(eqn.invars[0]).shape, result)) is None:
             return None
@@ -447,30 +414,24 @@ class _Chunks:
     ) -> list[Kind] | None:
         """Return what the equation of all rows makes, if this one is a chunk of it."""
         like = []
-        if not self._counts_once(eqn, kinds, results):
-            return None
         for v, d in zip(eqn.outvars, results, strict=True):
             shape = list(shaped(v).shape)
             if d is not None:
-                if d >= len(shape) or shape[d] % self._all.denominator:
+                if d >= len(shape):
                     return None
-                shape[d] = int(shape[d] * self._all)
+                shape[d] *= self.count
             like.append(variable(v.aval.update(shape=tuple(shape))))
         params = dict(eqn.params)
         for name, index in sizes:
             known = params[name]
-            parts = [known] if index is None else list(known[index : index + 1])
-            if any(part % self._all.denominator for part in parts):
-                return None
-            size = [int(part * self._all) for part in parts]
+            size = [part * self.count for part in ([known] if index is None else known[index : index + 1])]
             params[name] = size[0] if index is None else (*known[:index], *size, *known[index + 1 :])
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         whole = eqn.replace(invars=atoms, outvars=like, params=params)
         dimensions = tuple(kind.dimension if isinstance(kind, Rows) else None for kind in kinds)
-        parts = {
-            kind.parts for kind in kinds if isinstance(kind, Rows) and kind.atom not in self.alike_rows
-        } or {1}
-        among = self._all.numerator * max(parts)
+        rows = [kind for kind in kinds if isinstance(kind, Rows) and kind.atom not in self.alike_rows]
+        parts = {kind.parts for kind in rows} or {1}
+        among = self.count * max(parts)
         able = (rule for rule in rules(whole) if rule.groups % among == 0 and not rule.copied)
         if len(parts) > 1 or not any(is_rule(rule, dimensions, results, sizes) for rule in able):
             return None
@@ -479,15 +440,6 @@ class _Chunks:
         made = self.made(eqn, kinds, params=params, like=like)
         both = zip(made, results, strict=True)
         return [Sum(v) if d is None else Rows(v, d, max(parts)) for v, d in both]
-
-    def _counts_once(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], results: Sequence[int | None]) -> bool:
-        """Return whether a sum adds no row twice, and nothing else reads rows as zeros."""
-        once = [isinstance(kind, Rows) and kind.once for kind in kinds]
-        if None not in results:
-            return not any(once)
-        if any(once[:2]) and is_scattered(eqn):
-            return False
-        return self._all == self.count or (None in results and any(once) and all(d is None for d in results))
 
     def _linear(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
@@ -513,45 +465,61 @@ class _Chunks:
         consts, carries = _compat.scan_counts(eqn)
         first, kinds = consts + carries, list(kinds)
         for _ in range(4 * len(kinds) + 4):
-            inner = _Chunks(self.count, self.places, self.ratio)
             given = [self._inside(kind, i >= first) for i, kind in enumerate(kinds)]
-            inner.given = {kind.atom: i for i, kind in enumerate(given) if isinstance(kind, Whole)}  # pyright: ignore
+            inner = _Chunks(self.count, self.places, given)
             try:
                 made = inner.body(eqn.params["jaxpr"], given)
                 made = [*map(inner.alike, made[:carries], given[consts:first]), *made[carries:]]
             except Wanted as each:
-                kinds[each.place] = self._as_wanted(kinds[each.place], each.dimension, each.place >= first)
+                scanned = each.place >= first
+                kinds[each.place] = self._as_wanted(kinds[each.place], each.dimension, each.ratio, scanned)
                 continue
             changed = False
             for i, (kind, result) in enumerate(zip(given[consts:first], made, strict=False), consts):
                 if place_of(kind) != place_of(result):
-                    if not isinstance(kind, Whole) or not isinstance(result, (Rows, Sum)):
+                    if not isinstance(kind, Whole) or not isinstance(result, (Rows, Slab, Sum)):
                         raise OtherLoopError
-                    kinds[i], changed = self._as_wanted(kinds[i], getattr(result, "dimension", None)), True
+                    kinds[i], changed = self._as_wanted(kinds[i], *self._placed(result, eqn.invars[i])), True
             if not changed:
-                return self._looped(eqn, kinds, inner, given, made)
+                body = inner.program_of(given, made)
+                return self._with_bodies(eqn, kinds, made, carries, jaxpr=body)
         raise OtherLoopError
 
     def alike(self, made: Kind, begun: Kind) -> Kind:
-        """Return what an iteration leaves of a carry, with rows where it begins so."""
-        if isinstance(begun, Rows) and isinstance(made, Whole):
-            return self._rows(made, begun.dimension) or made
+        """Return what a body leaves, as rows or a sum where it begins so, or another branch leaves that."""
+        if isinstance(begun, (Rows, Slab)) and isinstance(made, Whole):
+            dimension, ratio = self._placed(begun, made.atom)
+            return self._as_rows(made, dimension or 0, ratio) or made
         return made
 
     def _inside(self, kind: Kind, scanned: bool) -> Kind:
-        is_rows = isinstance(kind, Rows)
+        is_rows = isinstance(kind, (Rows, Slab))
         if not is_rows and not isinstance(kind, (Whole, Sum)):
             raise OtherLoopError
-        if is_rows and (kind.once or (scanned and kind.dimension == 0)):
+        if is_rows and scanned and kind.dimension == 0:
             raise OtherLoopError
         aval = kind.atom.aval
         v = variable(aval.update(shape=aval.shape[1:], weak_type=False) if scanned else aval)
         return kind._replace(atom=v, **({"dimension": kind.dimension - scanned} if is_rows else {}))
 
-    def _as_wanted(self, kind: Kind, dimension: int | None, scanned: bool = False) -> Kind:
-        if dimension is None:
-            return self._sum(kind)
-        found = self._rows(kind, dimension + scanned)
+    def _placed(self, kind: Kind, chunk: Atom) -> tuple[int | None, Fraction | None]:
+        """Return the dimension of rows, None of sums, and how many there are for each of a chunk if not for all."""
+        if not isinstance(kind, Slab):
+            return getattr(kind, "dimension", None), None
+        d = kind.dimension
+        return d, Fraction(kind.atom.aval.shape[d], shaped(chunk).shape[d])
+
+    def _as_rows(self, kind: Kind, dimension: int, ratio: Fraction | None) -> Kind | None:
+        """Return a value as rows, one that is the same in all chunks too, of so many for each of a chunk."""
+        if ratio is None or not isinstance(kind, Whole):
+            return self._rows(kind, dimension)
+        made, size = self.slabs.spread_over(kind, dimension, ratio), shaped(kind.atom).shape[dimension]
+        return None if made is None else self.slabs.kind(Slab(made, dimension, size, 0), size)
+
+    def _as_wanted(
+        self, kind: Kind, dimension: int | None, ratio: Fraction | None, scanned: bool = False
+    ) -> Kind:
+        found = self._sum(kind) if dimension is None else self._as_rows(kind, dimension + scanned, ratio)
         if found is None:
             raise OtherLoopError
         return found
@@ -572,28 +540,34 @@ class _Chunks:
         named = eqn is not None and eqn.primitive.name in names
         return self.filled(kinds[0]) if named and len(kinds) == 1 else None
 
-    def _looped(
-        self,
-        eqn: jex.JaxprEqn,
-        kinds: Sequence[Kind],
-        inner: "_Chunks",
-        given: Sequence[Kind],
-        made: Sequence[Kind],
-    ) -> list[Kind]:
-        _, carries = _compat.scan_counts(eqn)
-        if any(not isinstance(kind, (Whole, Sum, Rows)) for kind in made):
+    def program_of(self, given: Sequence[Kind], made: Sequence[Kind]) -> jex.ClosedJaxpr:
+        """Return the equations of a body for all rows of what it is given."""
+        if any(not isinstance(kind, (Whole, Sum, Rows, Slab)) for kind in made):
             raise OtherLoopError
-        body = inner.program([k.atom for k in given], [k.atom for k in made])  # pyright: ignore
+        body = self.program([k.atom for k in given], [k.atom for k in made])  # pyright: ignore
         _compat.check_jaxpr(body)
-        length, like, found = eqn.params["length"], [], []
+        return body
+
+    def _with_bodies(
+        self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], made: Sequence[Kind], carries: int, **bodies: object
+    ) -> list[Kind]:
+        """Return the results of an equation with these bodies, those behind the carries in stacks."""
+        like: list[jex.Var] = []
+        found: list[Kind] = []
         for i, (kind, v) in enumerate(zip(made, eqn.outvars, strict=True)):
             shape = kind.atom.aval.shape  # pyright: ignore
-            like.append(variable(v.aval.update(shape=shape if i < carries else (length, *shape))))
-        outvars = self.made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
+            shape = shape if i < carries else (eqn.params["length"], *shape)
+            like.append(variable(v.aval.update(shape=shape)))
+        outvars = self.made(eqn, kinds, params={**eqn.params, **bodies}, like=like)
         for i, (kind, v) in enumerate(zip(made, outvars, strict=True)):
-            d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, Rows) else {}
+            d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, (Rows, Slab)) else {}
             found.append(kind._replace(atom=v, **d))
         return found
+
+
+def _neutral(name: str, dtype: DType) -> int:
+    """Return what such a reduction joins with anything to just that."""
+    return 0 if name == "reduce_or" else 1 if dtype == np.bool_ else -1
 
 
 _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")

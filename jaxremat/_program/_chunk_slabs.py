@@ -25,9 +25,21 @@ import numpy as np
 from jax import lax
 
 from . import _compat
-from ._axes import BatchingRule, is_scattered, rules
-from ._chunk_kinds import Index, Kind, OtherLoopError, Places, Rows, Slab, Sum, Whole, is_rule, linear_in
-from ._compat import Atom, shaped
+from ._axes import BatchingRule, is_scattered, rules, terms
+from ._chunk_kinds import (
+    Index,
+    Kind,
+    OtherLoopError,
+    Places,
+    Rows,
+    Slab,
+    Sum,
+    Wanted,
+    Whole,
+    is_rule,
+    linear_in,
+)
+from ._compat import Atom, SourceInfo, shaped
 from ._splice import inlined, needed, typed
 from ._windows import WindowRule, windows
 
@@ -37,12 +49,13 @@ Found = tuple[list[Kind], jex.JaxprEqn]
 
 class Loop(Protocol):
     """What is known of a loop. **Fields:** its `count` of chunks; `places`; the equations that make what is the same in
-    all chunks; `known` numbers; the `eqns` of all rows.
+    all chunks; `given` its operands' places, in a body within; `known` numbers; the `eqns` of all rows.
     """
 
     count: int
     places: Places
     maker: dict[Any, tuple[Any, int, list[Kind]]]
+    given: dict[Any, int]
     known: dict[Any, int]
     eqns: list[Any]
 
@@ -80,7 +93,7 @@ class Slabs:
         symbols, first = place
         if len(symbols) != 1 or symbols[0][0] != self.places.symbol or symbols[0][1] <= 0:
             raise OtherLoopError
-        return self._kind(Slab(array.atom, d, symbols[0][1], -first), shaped(eqn.outvars[0]).shape[d])
+        return self.kind(Slab(array.atom, d, symbols[0][1], -first), shaped(eqn.outvars[0]).shape[d])
 
     def masked(self, eqn: jex.JaxprEqn, mask: Kind, *cases: Kind) -> Kind | None:
         """Return a slab with a number in place of the rows that its value does not have; None for another selection."""
@@ -105,16 +118,20 @@ class Slabs:
             *[None] * (not ends),
         ):
             return None
-        return self._kind(slab._replace(fill=fill, also=()), shape[d])
+        return self.kind(slab._replace(fill=fill, also=()), shape[d])
 
-    def written(self, kind: Slab, eqn: jex.JaxprEqn, axis: int) -> Atom:
+    def written(self, kind: Rows | Slab, size: int, source_info: SourceInfo) -> Atom:
         """Return the value of which a loop writes the parts one behind the other, with zeros behind what it has."""
-        every, size = (shaped(a).shape[axis] for a in eqn.invars[:2])
-        if kind.dimension != axis or not self._is_own(kind, size) or every != self.loop.count * kind.step:
+        if isinstance(kind, Rows):
+            if kind.parts > 1:
+                raise OtherLoopError
+            return kind.atom
+        if not self.is_own(kind, size):
             raise OtherLoopError
-        config = [(0, (every - _rows(kind)) * (i == axis), 0) for i in range(kind.atom.aval.ndim)]
+        beyond = self.loop.count * size - _rows(kind)
+        config = [(0, beyond * (i == kind.dimension), 0) for i in range(kind.atom.aval.ndim)]
         closed = jax.make_jaxpr(lambda x: lax.pad(x, np.zeros((), x.dtype), config))(typed(kind.atom))
-        eqns, (made,) = inlined(closed, [kind.atom], eqn.source_info)
+        eqns, (made,) = inlined(closed, [kind.atom], source_info)
         self.loop.eqns += eqns
         return made
 
@@ -192,7 +209,7 @@ class Slabs:
         if any(adds) and not self._adds(eqn, kinds, adds):
             return None
         atoms = [
-            self._spread(kind, d, ratio) if isinstance(kind, Whole) and d is not None else kind.atom
+            self.spread_over(kind, d, ratio) if isinstance(kind, Whole) and d is not None else kind.atom
             for kind, d in zip(kinds, rule.operands, strict=True)
         ]
         whole = _resized(eqn, rule, ratio, atoms)
@@ -202,8 +219,12 @@ class Slabs:
         if not any(is_rule(each, rule.operands, rule.results, rule.sizes) for each in found):
             return None
         if rule.summed:
-            once = all(self._is_own(kind, n) for kind, n in slabs) or (
-                any(adds) and all(kind.fill == 0 or not any(self._beyond(kind, n)) for kind, n in slabs)
+            # Zeros of one factor are enough: rows behind all are some that there are, and finite where those are.
+            factors = ((kinds[k], shaped(eqn.invars[k]).shape) for k in terms(eqn, rule))
+            once = (any(adds) or self._is_apart(like, size)) and any(
+                kind.fill == 0 or not any(self._beyond(kind, shape[kind.dimension]))
+                for kind, shape in factors
+                if isinstance(kind, Slab)
             )
             return [Sum(v) for v in self._made(whole)] if once else None
         places: list[tuple[int, int, Fraction, Fraction]] = []
@@ -216,7 +237,7 @@ class Slabs:
             return None
         made = zip(self._made(whole), places, strict=True)
         return [
-            self._kind(Slab(v, d, int(step), int(before), adds=any(adds)), n)
+            self.kind(Slab(v, d, int(step), int(before), adds=any(adds)), n)
             for v, (d, n, step, before) in made
         ]
 
@@ -263,7 +284,7 @@ class Slabs:
             (other,) = others
             size = shaped(eqn.invars[1]).shape[other.dimension]
             once = other.adds and (other.fill == 0 or not any(self._beyond(other, size)))
-            if other.step != step or not (once or self._is_own(other, size)):
+            if other.step != step or not (once or self.is_own(other, size)):
                 return None
             known = self._known_windows(eqn, kinds, rule, first - other.before * rule.stride, [_rows(other)])
             return None if known is None else [Sum(v) for v in self._made(known)]
@@ -284,7 +305,7 @@ class Slabs:
             )
         if not found:
             return None
-        return [self._kind(found[0]._replace(also=tuple(found[1:])), most)]
+        return [self.kind(found[0]._replace(also=tuple(found[1:])), most)]
 
     def _known_windows(
         self,
@@ -324,7 +345,7 @@ class Slabs:
         slab, (start, limit) = self._slab(kind, shape[d]), ends[d]
         if slab.adds:
             return None
-        return self._kind(slab._replace(before=slab.before - start, also=()), limit - start)
+        return self.kind(slab._replace(before=slab.before - start, also=()), limit - start)
 
     def _widened(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind]) -> Kind | None:
         """Return what a chunk adds to more rows, to which it adds zeros; None where something else is concatenated."""
@@ -340,10 +361,12 @@ class Slabs:
         fill = slab.fill if any(self._beyond(slab, size)) else 0
         before = slab.before + sum(shape[d] for shape in sizes[: at[0]])
         made = slab._replace(before=before, fill=fill, also=(), adds=True)
-        return self._kind(made, shaped(eqn.outvars[0]).shape[d])
+        return self.kind(made, shaped(eqn.outvars[0]).shape[d])
 
-    def _spread(self, kind: Whole, dimension: int, ratio: Fraction) -> Any | None:
+    def spread_over(self, kind: Whole, dimension: int, ratio: Fraction) -> Any | None:
         """Return a value of which all rows are alike, of so many times the rows."""
+        if kind.atom in self.loop.given:
+            raise Wanted(self.loop.given[kind.atom], dimension, ratio)
         if kind.atom not in self.loop.maker:
             return None
         eqn, place, kinds = self.loop.maker[kind.atom]
@@ -352,7 +375,11 @@ class Slabs:
             if rule.results[place] != dimension or rule.groups:
                 continue
             atoms = [
-                None if not isinstance(own, Whole) else own.atom if d is None else self._spread(own, d, ratio)
+                None
+                if not isinstance(own, Whole)
+                else own.atom
+                if d is None
+                else self.spread_over(own, d, ratio)
                 for own, d in zip(kinds, rule.operands, strict=True)
             ]
             if (whole := _resized(eqn, rule, ratio, atoms)) is not None:
@@ -366,9 +393,11 @@ class Slabs:
         """Return whether chunks have no row twice, and each that there is."""
         return kind.before == 0 and size == kind.step and _rows(kind) <= self.loop.count * kind.step
 
-    def _is_own(self, kind: Slab, size: int) -> bool:
-        """Return whether they have zeros where there is none besides."""
-        return self._is_apart(kind, size) and (_rows(kind) == self.loop.count * kind.step or kind.fill == 0)
+    def is_own(self, kind: Slab, size: int, fill: float = 0) -> bool:
+        """Return whether they have zeros, or another number, where there is none besides."""
+        return self._is_apart(kind, size) and (
+            _rows(kind) == self.loop.count * kind.step or kind.fill == fill
+        )
 
     def _beyond(self, kind: Slab, size: int) -> tuple[bool, bool]:
         """Return whether the first begins before the first row, and the last ends behind the last."""
@@ -377,11 +406,11 @@ class Slabs:
     def _slab(self, kind: Rows | Slab, size: int) -> Slab:
         if isinstance(kind, Slab):
             return kind
-        if kind.parts > 1 or kind.once or kind.atom.aval.shape[kind.dimension] != self.loop.count * size:
+        if kind.parts > 1 or kind.atom.aval.shape[kind.dimension] != self.loop.count * size:
             raise OtherLoopError
         return Slab(kind.atom, kind.dimension, size, 0)
 
-    def _kind(self, slab: Slab, size: int) -> Kind:
+    def kind(self, slab: Slab, size: int) -> Kind:
         """Return a slab, as rows where it is a mere chunk of these."""
         if slab.before == 0 and size == slab.step and _rows(slab) == self.loop.count * size and not slab.also:
             return Rows(slab.atom, slab.dimension)

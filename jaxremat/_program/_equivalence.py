@@ -307,7 +307,6 @@ class _Numbers:
             partial(scalar, values),
             lambda a: values.nodes[a].op == "Grid",
             self._is_all,
-            self._reaches,
             symbol,
             self._of_all,
             self._places,
@@ -352,17 +351,6 @@ class _Numbers:
         results = body(eqn.params["jaxpr"], invars)
         known = dict(fixed)
         return _compat.new_jaxpr([*known], [*known.values()], invars, results, eqns)
-
-    def _reaches(self, value: int) -> tuple[int, Affine] | None:
-        """Return of a mask the dimension along which an index is at least a place, and that place; None of others."""
-        node = self.values.nodes[value]
-        if node.op != "ge":
-            return None
-        index, least = (self.values.nodes[a] for a in node.operands)
-        if index.op != "Grid" or least.op != "Grid" or any(least.key[0]) or index.key[1] != constant(0):
-            return None
-        along = [d for d, step in enumerate(index.key[0]) if step]
-        return (along[0], least.key[1]) if len(along) == 1 and index.key[0][along[0]] == 1 else None
 
     def _places(self, value: int) -> Affine | None:
         """Return where a column of indices that counts begins."""

@@ -1,4 +1,4 @@
-"""Equations that carry an axis in windows -> how many rows each value has in a part, and how many around it.
+"""Equations that carry an axis -> how many rows each value has in a part, and how many around it that windows read.
 
 A convolution in chunks of an image's rows reads a few rows more than a chunk has, and those before it more again:
 
@@ -33,9 +33,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._program import _compat
-from .._program._axes import BatchingRule, Parts, is_scattered
+from .._program._axes import BatchingRule, Parts, is_scattered, terms
 from .._program._chunk_kinds import linear_in
 from .._program._compat import Atom, shaped
+from .._program._flops import aval_nbytes
 from .._program._primitives import is_fusion_root
 from .._program._windows import Halo, PartWithHalo, WindowRule
 from ._loop_inlining import append
@@ -47,7 +48,7 @@ NO_HALO: Halo = (0, 0)
 
 
 class Halos(RowParts):
-    """The rows of each value in parts that read rows around their own. The last part may end behind the rows.
+    """The rows of each value in parts that read rows around their own, or of which the last ends behind the rows.
 
     **Arguments:** `rules` of all loops of its region, and those that are its `own`; `leaves` what it hands on.
     """
@@ -61,9 +62,11 @@ class Halos(RowParts):
         dimension: Mapping[Atom, int | None],
         parts: Parts,
     ):
-        scale = scales(eqns, rules)
-        assert scale is not None  # or it was no region
         super().__init__(dimension, parts)
+        self.windowed = any(isinstance(rule, WindowRule) for rule in rules.values())
+        alike = {v: shaped(v).shape[d] // parts.rows for v, d in self.dimension.items()}
+        scale = scales(eqns, rules) if self.windowed else alike
+        assert scale is not None  # or it was no region
         self.scale = scale
         rows = [v for v in leaves if v in self.dimension]
         self.added = added(eqns, own, rows, scale)
@@ -111,16 +114,19 @@ class Halos(RowParts):
         """Return the parameters of an equation for a part with its halo, and let its operands have the rows for it."""
         neutral = -1 if joins is lax.and_p else 0  # of what sums are made where there are no rows
         results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
+        size = [aval_nbytes(a.aval) for a in invars]
         halo = done(eqn, rule, self.halo, self.added, self.scale)
         for k, (a, d) in enumerate(zip(eqn.invars, rule.operands, strict=True)):
             if d is None or _compat.is_literal(a):
                 continue
-            fill = neutral if rule.summed else None
-            if isinstance(rule, WindowRule) and k == 0:
-                fill = rule.fill
+            if isinstance(rule, WindowRule):
+                fill = rule.fill if k == 0 else neutral
+            else:  # the smallest of factors is zeros
+                fill = neutral if rule.summed and k == min(terms(eqn, rule), key=size.__getitem__) else None
             wide = wanted(eqn, rule, k, halo, self.scale, self.added)
             invars[k] = self.slab(eqns, env, a, wide, fill, index, eqn)
-        params = rule.in_chunk(eqn, PartWithHalo(self.rows(results[0]), 1) if results else self.parts)
+        wider = self.windowed and results
+        params = rule.in_chunk(eqn, PartWithHalo(self.rows(results[0]), 1) if wider else self.parts)
         if isinstance(rule, WindowRule):
             rows = shaped(invars[0]).shape[self.dimension[eqn.invars[0]]]
             padding = rule.halo(halo)[1]

@@ -29,6 +29,7 @@ from jax.core import ShapedArray
 
 from .._program import _compat
 from .._program._axes import JOINS, Parts, is_scattered, sum_type
+from .._program._chunk_kinds import stacked
 from .._program._compat import Atom, Aval, DType, shaped
 from .._program._primitives import (
     IN_CHUNKS,
@@ -135,7 +136,7 @@ class _Chunks:
             self.adder.update((v, i) for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
         self.rows: RowParts = (
             Halos(program.eqns, region.rules, self.rules, self.leaves, self.dimension, self.parts)
-            if region.windowed
+            if region.windowed or self.parts.beyond
             else RowParts(self.dimension, self.parts, region.parts)
         )
         # A sum that is scattered goes on in the array that it starts with.
@@ -417,10 +418,15 @@ class _ScannedChunks(_Chunks):
             made = jex.jaxpr_as_fun(body)(each[0], *state, *whole, *each[1])
             return made[: len(state)], made[len(state) :]
 
-        rows = [self._in_chunks(env[a], self._dimension(a)) for a in self.scanned]
+        count = self.parts.count
+        rows = [
+            stacked(env[a], d, count, self.parts.of(env[a].shape[d])) for a, d in self._placed(self.scanned)
+        ]
         state, stacks = lax.scan(step, start, (indices, rows))
         sums = (a.astype(shaped(v).dtype) for a, v in zip(state, self.carried, strict=True))
-        joined = (self._joined(a, self._dimension(v)) for a, v in zip(stacks, self.stacked, strict=True))
+        joined = (
+            _joined(a, d, shaped(v)) for a, (v, d) in zip(stacks, self._placed(self.stacked), strict=True)
+        )
         found = dict(zip((*self.carried, *self.stacked), (*sums, *joined), strict=True))
         return [found[v] for v in self.leaves]
 
@@ -431,14 +437,17 @@ class _ScannedChunks(_Chunks):
         state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.carried]
         so_far = dict(zip(self.carried, state, strict=True))
         whole = [_compat.new_var(_strong(shaped(a), _sum_type(shaped(a).dtype))) for a in self.whole]
-        rows = [_compat.new_var(self._aval(a, self._dimension(a), {})) for a in self.scanned]
+        rows = [_compat.new_var(self._aval(a, d, {})) for a, d in self._placed(self.scanned)]
         env: dict[Any, Any] = dict(zip((*self.whole, *self.scanned), (*whole, *rows), strict=True))
         for a, v in zip(self.whole, whole, strict=True):
             if (dtype := shaped(a).dtype) != shaped(v).dtype:
                 env[a] = append(eqns, lambda x, dtype=dtype: x.astype(dtype), (v,), self._reader(a))
         self._each(eqns, env, so_far, index)
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.carried]
-        results += [env[v] for v in self.stacked]
+        makers = (self.program.eqns[self.program.maker[v]] for v in self.stacked)
+        results += [
+            self.rows.own(eqns, env[v], v, index, i) for v, i in zip(self.stacked, makers, strict=True)
+        ]
         return _compat.new_jaxpr((), (), [index, *state, *whole, *rows], results, eqns)
 
     def _reader(self, v: jex.Var) -> jex.JaxprEqn:
@@ -446,38 +455,16 @@ class _ScannedChunks(_Chunks):
             self.program.eqns[i] for i in self.program.readers[v] if i in self.rules or i in self.turned
         )
 
-    def _dimension(self, v: jex.Var) -> int:
-        found = self.dimension[v]
-        assert found is not None
-        return found
+    def _placed(self, values: Sequence[jex.Var]) -> list[tuple[jex.Var, int]]:
+        return [(v, d) for v in values if (d := self.dimension[v]) is not None]
 
-    def _in_chunks(self, whole: jax.Array, dimension: int) -> jax.Array:
-        """Return a stack of the rows of each chunk, those of the last with rows of the one before where it begins
-        earlier.
-        """
-        count, shape = self.parts.count, whole.shape
-        size = self.parts.of(shape[dimension])
-        if self.parts.again(shape[dimension]):
-            ends = ((0, (count - 1) * size), (shape[dimension] - size, shape[dimension]))
-            whole = lax.concatenate(
-                [lax.slice_in_dim(whole, *each, axis=dimension) for each in ends], dimension
-            )
-        parts = lax.reshape(whole, (*shape[:dimension], count, size, *shape[dimension + 1 :]))
-        others = (d for d in range(parts.ndim) if d != dimension)
-        return lax.transpose(parts, (dimension, *others)) if dimension else parts
 
-    def _joined(self, stack: jax.Array, dimension: int) -> jax.Array:
-        """Return the rows that chunks have stacked."""
-        count, size = self.parts.count, stack.shape[1 + dimension]
-        again = self.parts.again(size * self.parts.rows // self.parts.size)
-        order = (*range(1, dimension + 1), 0, *range(dimension + 1, stack.ndim))
-        parts = lax.transpose(stack, order) if dimension else stack
-        shape = parts.shape
-        whole = lax.reshape(parts, (*shape[:dimension], count * size, *shape[dimension + 2 :]))
-        if not again:
-            return whole
-        ends = ((0, (count - 1) * size), ((count - 1) * size + again, count * size))
-        return lax.concatenate([lax.slice_in_dim(whole, *each, axis=dimension) for each in ends], dimension)
+def _joined(stack: jax.Array, dimension: int, like: Aval) -> jax.Array:
+    """Return the rows that chunks have stacked."""
+    count, size = stack.shape[0], stack.shape[1 + dimension]
+    parts = jnp.moveaxis(stack, 0, dimension)
+    shape = (*like.shape[:dimension], count * size, *like.shape[dimension + 1 :])
+    return lax.slice_in_dim(lax.reshape(parts, shape), 0, like.shape[dimension], axis=dimension)
 
 
 def _sum_type(dtype: DType) -> Any:

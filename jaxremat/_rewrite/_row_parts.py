@@ -1,8 +1,7 @@
 """Axis in parts, the dimension it is in values -> which rows a loop over the parts reads, makes and writes of each.
 
-A part has as many rows of a value as of any other, or a multiple. Where their number is not that of all rows the last
-part begins earlier, and does some rows that the one before did: written, they are the same, and sums have zeros for
-them. `_halos` has parts that read rows of their neighbours besides.
+A part has as many rows of a value as of any other, or a multiple. `_halos` has parts that read rows of their
+neighbours besides, and those of which the last ends behind all rows.
 
 Invariant: what the parts write of a value is each of its rows, and a sum has each once.
 """
@@ -12,13 +11,10 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 from jax import lax
 
-from .._program._axes import BatchingRule, Parts, is_scattered
+from .._program._axes import BatchingRule, Parts
 from .._program._compat import Atom, shaped
-from .._program._flops import aval_nbytes
-from ._loop_inlining import append
 
 
 class RowParts:
@@ -73,31 +69,8 @@ class RowParts:
 
         **Arguments:** `joins` what its results are put together with, if not by adding them up.
         """
-        if rule.summed and joins is None and self.parts.again(self.parts.rows):
-            self.mask(eqns, eqn, rule, invars, index)
+        del eqns, env, invars, index, joins
         return rule.in_chunk(eqn, self.parts)
-
-    def mask(
-        self,
-        eqns: list[jex.JaxprEqn],
-        eqn: jex.JaxprEqn,
-        rule: BatchingRule,
-        invars: list[Atom],
-        index: jex.Var,
-    ) -> None:
-        """Let a sum have zeros for the rows that the part before has added, in the smallest of its operands."""
-        able = [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
-        k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
-        d = rule.operands[k]
-        assert d is not None
-        size, rows = shaped(invars[k]).shape[d], shaped(eqn.invars[k]).shape[d]
-        rest = (self.parts.count - 1) * size - self.parts.again(rows)  # where the last part begins
-
-        def masked(part: jax.Array, i: jax.Array) -> jax.Array:
-            at = lax.broadcasted_iota(jnp.int32, part.shape, d)
-            return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
-
-        invars[k] = append(eqns, masked, (invars[k], index), eqn)
 
     def own(
         self, eqns: list[jex.JaxprEqn], made: Atom, v: jex.Var, index: jex.Var, maker: jex.JaxprEqn

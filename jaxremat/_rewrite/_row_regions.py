@@ -83,8 +83,8 @@ LEAST_CHUNK_NBYTES = 1 << 20
 FAR = 1.5
 """Where the nearest is farther off than by this factor, one that does not divide the rows is considered besides, ..."""
 
-MOST_TWICE = 1 / 8
-"""... if its chunks do no more than this share of the rows twice."""
+MOST_BEYOND = 1 / 8
+"""... if the last of its chunks has no more than this share of all rows behind them."""
 
 ENOUGH = 8
 """Of the dimensions that rows may be of, the outermost is taken that allows so many chunks."""
@@ -101,8 +101,8 @@ class Region:
     of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
     these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
     program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has;
-    `uneven` whether chunks may do some rows twice; `windowed` whether equations read rows around their own, see
-    `_halos`, and the `halos` of equations: how much of all rows each chunk does besides its own.
+    `uneven` whether the last chunk may end behind the rows; `windowed` whether equations read rows around their own,
+    see `_halos`, and the `halos` of equations: how much of all rows each chunk does besides its own.
     """
 
     loops: tuple[Loop, ...]
@@ -149,8 +149,8 @@ class Region:
         rows = self.rows // self.parts if self.parts and self.rows % self.parts == 0 else 0
         counts = range(2, min(rows, 2 * MORE_CHUNKS[-1]) + 1)
         even = [n for n in counts if rows % n == 0]
-        twice = {n: Parts(rows, n).again(rows) for n in counts if self.uneven and self.parts == 1}
-        uneven = [n for n, t in twice.items() if 0 < t < min(Parts(rows, n).size, MOST_TWICE * rows)]
+        beyond = {n: Parts(rows, n).beyond for n in counts if self.uneven and self.parts == 1}
+        uneven = [n for n, b in beyond.items() if 0 < b < min(Parts(rows, n).size, MOST_BEYOND * rows)]
         more = (n for n in MORE_CHUNKS if self.inner_nbytes >= n * LEAST_CHUNK_NBYTES)
         found = set[int]()
         for about in (*CHUNKS, *more):
@@ -158,7 +158,7 @@ class Region:
             found.update([] if nearest is None else [nearest])
             if nearest is None or not about / FAR <= nearest <= about * FAR:
                 found.update(
-                    sorted((n for n in uneven if about / FAR <= n <= about * FAR), key=twice.__getitem__)[:1]
+                    sorted((n for n in uneven if about / FAR <= n <= about * FAR), key=beyond.__getitem__)[:1]
                 )
         return tuple(sorted(found))
 
@@ -305,7 +305,8 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
                     dimension[a] = d if dimension.get(a) is None else dimension[a]
                     sizes.add(shaped(a).shape[d] if d is not None else 0)
     first = owners(loops)
-    windowed = any(isinstance(rule, WindowRule) for loop in loops for rule in loop.values())
+    rules = [rule for loop in loops for rule in loop.values()]
+    windowed = any(isinstance(rule, WindowRule) for rule in rules)
     around = in_parts(program, loops) if windowed else None
     if windowed and around is None:
         return None
@@ -328,21 +329,14 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
         source=_compat.user_line(eqns[most]),
         whole=whole,
         loop=program.scopes[most],
-        uneven=_may_repeat(program, loops) or windowed,
+        # A sum that is added up within a loop has no zeros for rows behind all.
+        uneven=not any(any(rule.sums) for rule in rules if isinstance(rule, BodyBatchingRule)),
         windowed=windowed,
         halos=around[1] if around else (),
         repeated=tuple(
             eqns[i] for number, loop in enumerate(loops) for i in loop if first.get(i, number) != number
         ),
     )
-
-
-def _may_repeat(program: Readers, loops: Sequence[Loop]) -> bool:
-    """Return whether loops may do some rows twice, in two of their chunks: neither decides one of what the other reads,
-    and no sum is added up within a scan, where those rows would count twice.
-    """
-    scans = (rule for loop in loops for rule in loop.values() if isinstance(rule, BodyBatchingRule))
-    return not any(any(rule.sums) for rule in scans) and program.of_one_run.isdisjoint(owners(loops))
 
 
 class Grower:

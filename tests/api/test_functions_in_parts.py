@@ -304,12 +304,12 @@ def test_what_is_not_proved_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     function = flattened(gated, [case.x, case.w])
     division = divisions(function.closed)[0][1]
     assert is_proved(function, division)
-    real = _row_chunks._ScannedChunks._in_chunks
+    real = _row_chunks.stacked
 
-    def shifted(self: Any, whole: Any, dimension: int) -> Any:
-        return real(self, jnp.roll(whole, 1, dimension), dimension)
+    def shifted(whole: Any, dimension: int, *sizes: int) -> Any:
+        return real(jnp.roll(whole, 1, dimension), dimension, *sizes)
 
-    monkeypatch.setattr(_row_chunks._ScannedChunks, "_in_chunks", shifted)
+    monkeypatch.setattr(_row_chunks, "stacked", shifted)
     assert not is_proved(function, division)
     assert in_parts(function, division).closed.jaxpr.eqns
     assert not jaxremat.checkpoint(gated, "min").plan(case.x[:768], case.w).parts

@@ -12,10 +12,10 @@ from evaluation import evaluate, evaluated
 from test_chunks import close
 from test_microbatches import normal
 
-from jaxremat._program._axes import Parts
 from jaxremat._program._compat import shaped
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._flat_program import FlatProgram
+from jaxremat._rewrite._halos import Halos
 from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._program_readers import Readers
 from jaxremat._rewrite._region_loops import handed_on
@@ -77,7 +77,7 @@ def arguments(batch: int) -> Any:
 
 @pytest.mark.parametrize("loss", [mean_square, scattered, convolved])
 @pytest.mark.parametrize(("batch", "chunks"), [(31, 4), (31, 16), (7, 4), (13, 7)])
-def test_a_last_part_that_overlaps_counts_rows_once(loss: Any, batch: int, chunks: int) -> None:
+def test_a_last_part_that_ends_behind_the_rows_counts_each_once(loss: Any, batch: int, chunks: int) -> None:
     args = arguments(batch)
     program, (region,) = sites(descent(loss), args, whole=True)
     assert region.uneven and batch % chunks
@@ -86,17 +86,17 @@ def test_a_last_part_that_overlaps_counts_rows_once(loss: Any, batch: int, chunk
     assert loop.params["length"] == chunks
 
 
-def test_without_zeros_for_rows_of_before_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fill", [None, 1.0])
+def test_without_zeros_for_rows_behind_all_nothing_is_proved(
+    fill: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, (region,) = sites(descent(mean_square), arguments(31), whole=True)
-    monkeypatch.setattr("jaxremat._rewrite._row_parts.RowParts.mask", lambda *_: None)
-    assert equivalence(program.closed).difference(chunked(program, [(region, 4)]).closed) is not None
+    slab = Halos.slab
 
+    def wrong(halos: Any, eqns: Any, env: Any, v: Any, halo: Any, zero: Any, *others: Any) -> Any:
+        return slab(halos, eqns, env, v, halo, None if zero is None else fill, *others)
 
-@pytest.mark.parametrize("off", [-1, 1])
-def test_zeros_for_other_rows_prove_nothing(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, (region,) = sites(descent(mean_square), arguments(31), whole=True)
-    again = Parts.again
-    monkeypatch.setattr(Parts, "again", lambda self, size: again(self, size) + off)
+    monkeypatch.setattr(Halos, "slab", wrong)
     assert equivalence(program.closed).difference(chunked(program, [(region, 4)]).closed) is not None
 
 
@@ -108,14 +108,15 @@ def test_numbers_of_parts_are_near_the_wanted_ones_where_nothing_divides_the_row
 
 
 def test_rows_that_are_decided_about_are_in_one_part() -> None:
-    """A position that one run finds, and another reads: no row is done twice."""
+    """A position that one run finds, and another reads: no row that there is is done twice."""
 
     def loss(params: Any, x: Any, y: Any, _: Any) -> Any:
         made = tanh_net(params, x)
         return (jnp.take_along_axis(made, made.argmax(1)[:, None], 1) - y).sum() ** 2 + (made**2).sum()
 
-    _, found = sites(descent(loss), arguments(31), whole=True)
-    assert not any(region.uneven for region in found)
+    args = arguments(31)
+    program, (region,) = sites(descent(loss), args, whole=True)
+    holds(program, region, 4, args)
 
 
 def weighted(params: Any, x: Any, y: Any, _: Any) -> Any:
