@@ -171,8 +171,8 @@ class _Chunks:
             return [self._added(eqn, kinds)]
         if Index in has:
             return self._indices(eqn, kinds)
-        if name == "scan" and has & {Rows, Slab, Sum}:
-            return self._scan(eqn, kinds)
+        if name in ("scan", "cond") and has & {Rows, Slab, Sum}:
+            return (self._scan if name == "scan" else self._cond)(eqn, kinds)
         if name in JOINS and isinstance(kinds[0], (Rows, Slab)) and kinds[0].dimension in eqn.params["axes"]:
             return [self._joined(eqn, kinds[0])]
         if Slab in has:
@@ -458,7 +458,7 @@ class _Chunks:
             raise OtherLoopError
         return Sum(kind.atom)
 
-    # Loops within.
+    # Loops and choices within.
 
     def _scan(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         """Return what a loop of rows makes: carries are of one kind in all of its iterations."""
@@ -485,8 +485,32 @@ class _Chunks:
                 return self._with_bodies(eqn, kinds, made, carries, jaxpr=body)
         raise OtherLoopError
 
+    def _cond(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
+        """Return what a choice makes that is the same for all chunks: each branch leaves results of the same kinds."""
+        choice, *kinds = kinds
+        if not isinstance(choice, Whole):
+            raise OtherLoopError
+        for _ in range(4 * len(kinds) + 4):
+            given = [self._inside(kind, False) for kind in kinds]
+            branches = [_Chunks(self.count, self.places, given) for _ in eqn.params["branches"]]
+            try:
+                each = zip(branches, eqn.params["branches"], strict=True)
+                made = [inner.body(branch, given) for inner, branch in each]
+                like = [min(own, key=lambda kind: isinstance(kind, Whole)) for own in zip(*made, strict=True)]
+                made = [[*map(inner.alike, own, like)] for inner, own in zip(branches, made, strict=True)]
+            except Wanted as each:
+                kinds[each.place] = self._as_wanted(kinds[each.place], each.dimension, each.ratio)
+                continue
+            if any([*map(place_of, own)] != [*map(place_of, like)] for own in made):
+                raise OtherLoopError
+            bodies = tuple(inner.program_of(given, own) for inner, own in zip(branches, made, strict=True))
+            return self._with_bodies(eqn, [choice, *kinds], made[0], len(like), branches=bodies)
+        raise OtherLoopError
+
     def alike(self, made: Kind, begun: Kind) -> Kind:
         """Return what a body leaves, as rows or a sum where it begins so, or another branch leaves that."""
+        if isinstance(begun, Sum):
+            return self._sum(made)
         if isinstance(begun, (Rows, Slab)) and isinstance(made, Whole):
             dimension, ratio = self._placed(begun, made.atom)
             return self._as_rows(made, dimension or 0, ratio) or made

@@ -205,6 +205,40 @@ def test_a_sum_that_chooses_is_no_sum_of_choices(at: str) -> None:
     assert wanted.difference(jax.make_jaxpr(chunks)(*args)) is not None
 
 
+def chosen_by(wrong: str, *, in_chunks: bool = True) -> Callable[..., Any]:
+    """Rows and a sum over them that one of two branches makes, the other rows alike and zeros: with one thing wrong."""
+
+    def chunk(x: Any, w: Any, own: Any, i: Any) -> Any:
+        def one(own: Any) -> Any:
+            return jnp.tanh(own @ w), lax.dot_general(own, own, (((0,), (0,)), ((), ())))
+
+        def other(own: Any) -> Any:
+            rest = jnp.full(w.shape, float(wrong == "adds in all"))
+            return jnp.ones_like(own) * (2.0 if wrong == "scaled" else 1.0), rest
+
+        by = i > 1 if wrong == "chosen by the chunk" else x.sum() > 0
+        return lax.cond(by, *((other, one) if wrong == "exchanged" else (one, other)), own)
+
+    def fn(x: Any, w: Any) -> Any:
+        def each(state: Any, i: Any) -> Any:
+            h, total = chunk(x, w, lax.dynamic_slice_in_dim(x, i * 2, 2), i)
+            return (lax.dynamic_update_slice_in_dim(state[0], h, i * 2, 0), state[1] + total), None
+
+        begin = jnp.zeros_like(x), jnp.zeros_like(w)
+        return lax.scan(each, begin, jnp.arange(ROWS // 2))[0] if in_chunks else chunk(x, w, x, 0)
+
+    return fn
+
+
+@pytest.mark.parametrize("wrong", ["", "adds in all", "scaled", "chosen by the chunk", "exchanged"])
+def test_what_is_chosen_for_all_chunks_is_chosen_for_all_rows(wrong: str) -> None:
+    args = jnp.ones((ROWS, 3)), jnp.ones((3, 3))
+    of_all = chosen_by(wrong if wrong == "adds in all" else "", in_chunks=False)
+    wanted = Equivalence(jax.make_jaxpr(of_all)(*args))
+    difference = wanted.difference(jax.make_jaxpr(chosen_by(wrong))(*args))
+    assert (difference is not None) == bool(wrong)
+
+
 LONG = 11
 
 
