@@ -54,22 +54,25 @@ class Limits:
     """What a region may be at most; more is left as it is.
 
     **Fields:** the contractions of one loop (`products`), or it would want a plan of its own, and of all loops
-    (`most_products`); the number of `stages`; the operations that loops `repeat`, as a share of those that they do.
+    (`most_products`); the number of `stages`, and the `fewest` of these; the operations that loops `repeat`, as a share
+    of those that they do.
     """
 
     products: int
     most_products: int
     stages: int
     repeat: float
+    fewest: int = 1
 
 
 USUAL = Limits(products=8, most_products=24, stages=4, repeat=1.25)
 """Each batch normalisation is two stages. A layer whose weights are frozen, but for adapters, repeats 1.02 times as
 many operations as it has."""
 
-WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0)
+WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0, fewest=USUAL.stages + 1)
 """Of a step that has no region otherwise: forces of a graph network of three layers, which are gradients that are
-differentiated, are ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory."""
+differentiated, are ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory.
+One of few stages, as of a few layers alike, is too much for a loop: microbatches and plans are for those."""
 
 
 class Component(Protocol):
@@ -93,8 +96,8 @@ def loops_of(
     """
     found: list[Loop] = []
     for component in components:
-        stages = _narrowed(program, component, limits.stages)
-        if not stages:
+        stages = _narrowed(program, component, limits)
+        if len(stages) < limits.fewest:
             return None
         kept = {i for own in stages for i in own}
         component.rules = {i: rule for i, rule in component.rules.items() if i in kept or rule.copied}
@@ -193,14 +196,14 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[jex.
     return [v for i in own for v in program.eqns[i].outvars if is_read(v, i)]
 
 
-def _narrowed(program: Readers, component: Component, most: int) -> list[list[int]]:
+def _narrowed(program: Readers, component: Component, limits: Limits) -> list[list[int]]:
     """Return the equations of each stage that loops do: those of the component but for what makes little, or fewer, so
     that there are not too many stages and others need little memory for what was handed on; none where that is
     impossible.
     """
     own = {i: rule for i, rule in component.rules.items() if not rule.copied}
     everything = _without_light(program, component, own)
-    if len(everything) == 1:
+    if len(everything) == 1 or len(everything) < limits.fewest:
         return everything
     made = [everything]
     if everything:
@@ -210,7 +213,7 @@ def _narrowed(program: Readers, component: Component, most: int) -> list[list[in
     able = [
         stages
         for stages, count in zip(made, products, strict=True)
-        if 0 < len(stages) <= most and count >= LEAST_LEFT * products[0]
+        if 0 < len(stages) <= limits.stages and count >= LEAST_LEFT * products[0]
     ]
 
     def needed(stages: list[list[int]]) -> float:

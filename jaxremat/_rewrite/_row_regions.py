@@ -192,8 +192,7 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
     """
     if found := _regions(program, outside, USUAL):
         return found
-    # One of few stages, as of a few layers alike, is too much for a loop: microbatches and plans are for those.
-    return tuple(each for each in _regions(program, outside, WIDE) if len(each.loops) > USUAL.stages)
+    return _regions(program, outside, WIDE)
 
 
 def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tuple[Region, ...]:
@@ -229,17 +228,10 @@ def largest(program: Readers, count: int, without: Collection[int] = ()) -> list
 
     **Arguments:** `without` those that these equations make.
     """
-    sized = sorted(
-        (
-            (-aval_nbytes(v.aval), i, v)
-            for i in program.alive
-            if i not in without
-            for v in program.eqns[i].outvars
-        ),
-        key=lambda each: each[:2],
-    )
+    made = [(i, v) for i in program.alive if i not in without for v in program.eqns[i].outvars]
+    sized = sorted(made, key=lambda each: (-_nbytes(each[1]), each[0]))
     found: dict[Any, Any] = {}
-    for _, _, v in sized:
+    for _, v in sized:
         if len(found) == count:
             break
         if program.inner(v):
@@ -394,7 +386,8 @@ class Grower:
             if len(left) < len(between):
                 continue
             left += [*self.waited, *(self.program.maker[a] for a in self._sums_read())]
-            if not [i for i in left if self._done_before(i)]:  # the others are waited for
+            much, little = self._of_much(), set[int]()
+            if not [i for i in left if self._done_before(i, much, little)]:  # the others are waited for
                 self._copy()
                 return bool(self.rules)
             self.waited.clear()
@@ -412,15 +405,14 @@ class Grower:
         own = {v for i in indices for v in eqns[i].outvars}
         made = own & self.sums
         for i in self.program.alive:
-            if (
-                i not in self.rules
-                and i not in self.taken
-                and (join := self._of_rows(eqns[i], own)) is not None
-            ):
+            if i in self.rules or i in self.taken:
+                continue
+            if (join := self._of_rows(eqns[i], own)) is not None:
                 self.rules[i] = join
                 self.dimension[eqns[i].outvars[0]] = None
                 found.append(i)
-            if i in self.rules or i in self.taken or (rule := self._of_sums(eqns[i], made)) is None:
+                continue
+            if (rule := self._of_sums(eqns[i], made)) is None:
                 continue
             (total,) = eqns[i].outvars
             self.rules[i] = rule
@@ -515,26 +507,48 @@ class Grower:
         later = self.program.differentiable
         return ways(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None, later))
 
-    def _done_before(self, i: int) -> bool:
+    def _of_much(self) -> set[int]:
+        """Return the equations that are made of contractions of the region, or of large values: of the thousands of a
+        deep network nearly all are not done before it for that, and are found together.
+        """
+        eqns, maker, found = self.program.eqns, self.program.maker, set[int]()
+        for i in self.program.alive:
+            much = i in self.rules and (is_contraction(eqns[i]) or self._made_nbytes(i) > self.few_nbytes)
+            if much or any(maker.get(a) in found for a in _compat.variables(eqns[i].invars)):
+                found.add(i)
+        return found
+
+    def _made_nbytes(self, i: int) -> int:
+        return sum(aval_nbytes(v.aval) for v in self.program.eqns[i].outvars)
+
+    def _done_before(self, i: int, much: Collection[int], little: set[int]) -> bool:
         """Leave an equation out, with all that it is made of, if that is little, as the number of words that count is;
         whether that was possible.
+
+        **Arguments:** `much` equations that are made of more; `little` those that are made of nothing in the region,
+        to which it is added.
         """
         eqns, maker = self.program.eqns, self.program.maker
+        own = 0 if i in self.rules else self._made_nbytes(i)
+        if own > self.few_nbytes or is_contraction(eqns[i]):
+            return False
         before: set[int] = set()
         waiting, made = [i], 0
         while waiting:
             j = waiting.pop()
-            if j in before:
+            if j in much:
+                return False
+            if j in before or j in little:
                 continue
             before.add(j)
-            if j == i or j in self.rules:
-                made += sum(aval_nbytes(v.aval) for v in eqns[j].outvars)
-                if made > self.few_nbytes or is_contraction(eqns[j]):
-                    return False
+            made += self._made_nbytes(j) if j in self.rules else 0
+            if made + own > self.few_nbytes:
+                return False
             waiting.extend(maker[a] for a in _compat.variables(eqns[j].invars) if a in maker)
-        before &= self.rules.keys() | {i}
-        self.early |= before
-        for i in before & self.rules.keys():
+        little |= before
+        before &= self.rules.keys()
+        self.early |= before | {i}
+        for i in before:
             del self.rules[i]
             self.sums.difference_update(eqns[i].outvars)
         return bool(self.rules)
