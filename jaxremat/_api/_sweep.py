@@ -6,14 +6,16 @@ once. Law: what a sweep has done is on disk, so that the next one like it goes o
 """
 
 import functools
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from .._model._simulate import simulate
 from .._model._stages import cuttings
+from .._model._variant import Variant
 from .._plan._baseline import Baseline, EstimatedGraphs, Graphs, measure_baseline
 from .._plan._frontier import Frontier, Point, Policy, monotone
 from .._plan._plan import Plan
@@ -118,6 +120,10 @@ class _Sweep:
             measure_baseline(self.problem, plain=True, tagged=False) if self.request.planning.verify else None
         )
 
+    @property
+    def _hull_seconds(self) -> float:
+        return HULL_SHARE * self.request.planning.time_limit
+
     @functools.cached_property
     def graphs(self) -> Graphs:
         """Those that plans are made on."""
@@ -131,13 +137,13 @@ class _Sweep:
         least = self._done("least", lambda: self._entry(self._planned("min")))
         found.append(Point(_plan(least), "least"))
         self.progress.advance()
-        vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
+        vertices, proven = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
         found += [Point(plan, "hull") for plan in vertices]
         compiled = self.request.planning.verify and self.problem.backend.fuses_reductions
         frontier = Frontier(
             points=(),
             policies=(),
-            bounds=tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds),
+            bounds=(),
             judged="compiled" if compiled else "predicted",
             device=self.problem.device.name,
             fingerprint=self.problem.fingerprint,
@@ -152,12 +158,15 @@ class _Sweep:
                 plan = _plan(entry)
             found.append(Point(plan, "budget"))
             self.progress.advance()
+        bounds = (self._for_all(bound, forms, found) for bound, forms in proven)
+        shares = tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds)
         policies = []
         for i, name in enumerate(POLICIES):
             policies.append(Policy(**self._done(f"rule-{i}", lambda name=name: self._policy(name))))
             self.progress.advance()
-        frontier = replace(frontier, policies=tuple(policies))
-        return replace(frontier, points=monotone(found, frontier.cost))
+        return replace(
+            frontier, policies=tuple(policies), bounds=shares, points=monotone(found, frontier.cost)
+        )
 
     def _done(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what an earlier sweep has found, else what `make` finds, which is kept."""
@@ -201,23 +210,45 @@ class _Sweep:
 
     def _hull(
         self, plain: Plan, least: Plan, step_seconds: float, most: int
-    ) -> tuple[list[Plan], list[Bound]]:
-        """Plans at vertices of the convex hull between the two, and what was proven on the way."""
+    ) -> tuple[list[Plan], list[tuple[Bound, Collection[Variant]]]]:
+        """Plans at vertices of the convex hull between the two, and what was proven on the way, of which variants."""
         if not isinstance(self.solver, Priced):
             return [], []
         plans: list[Plan] = []
+        forms: list[Collection[Variant]] = []
         first, last = (
             Vertex(plan.predicted_peak_nbytes, plan.overhead * step_seconds) for plan in (plain, least)
         )
 
         def at(price: float, edge: tuple[Vertex, Vertex]) -> tuple[Vertex, Bound]:
+            forms.append({plan.form for plan in (plain, *plans, least)})
             entry = self._done(f"hull-{price!r}", lambda: self._vertex(price, edge, (*plans, least)))
             if entry["plan"] is not None:
                 plans.append(_plan(entry))
                 self.progress.advance()
             return Vertex(entry["peak_nbytes"], entry["seconds"]), Bound(price, entry["bound"])
 
-        return plans, hull((first, last), at, most)[1]
+        bounds = hull((first, last), at, most)[1]
+        return plans, list(zip(bounds, forms, strict=True))
+
+    def _for_all(self, bound: Bound, forms: Collection[Variant], found: Sequence[Point]) -> Bound:
+        """Return a bound that holds of the variants of all plans, one that held of these: plans that were found after
+        it may be of others, which take less.
+        """
+        solver = self.solver
+        assert isinstance(solver, Priced)
+        more = sorted({point.plan.form for point in found}.difference(forms), key=str)
+        graphs = [cut for graph in filter(None, map(self.graphs.of, more)) for cut in cuttings(graph)]
+        if not graphs:
+            return bound
+
+        def solved() -> dict[str, Any]:
+            return {"bound": cheapest(graphs, solver, bound.price, (), self._hull_seconds)[1].seconds}
+
+        of = hashlib.sha256(repr(more).encode()).hexdigest()[:16]
+        return Bound(
+            bound.price, min(bound.seconds, self._done(f"bound-{bound.price!r}-{of}", solved)["bound"])
+        )
 
     def _vertex(self, price: float, edge: tuple[Vertex, Vertex], plans: Sequence[Plan]) -> dict[str, Any]:
         """Return the best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
@@ -232,9 +263,7 @@ class _Sweep:
             for graph in graphs
             if (plan.form, plan.stages) == (graph.form, tuple((s.start, s.stop) for s in graph.stages))
         ]
-        best, bound = cheapest(
-            graphs, self.solver, price, starts, HULL_SHARE * self.request.planning.time_limit
-        )
+        best, bound = cheapest(graphs, self.solver, price, starts, self._hull_seconds)
         entry: dict[str, Any] = {"plan": None}
         if improves(best, edge, price):
             assert best.graph is not None and best.solution is not None

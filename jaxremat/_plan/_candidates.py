@@ -250,8 +250,9 @@ class CandidateSource:
 
     def make_lowest(self, most_seconds: float) -> None:
         """Add the graphs of the variants that may need the least memory at an affordable overhead, of all that are not
-        made yet: the first that is near the least of all, of those without levels, of those that change numbers, of
-        microbatches, and of these with rows in chunks inside; no others are made then.
+        made yet: the first that is near the least of all, of those without levels, of these that divide no work, which
+        are cheap where parts turn out to cost too much, of those that change numbers, of microbatches, and of these
+        with rows in chunks inside; no others are made then.
         """
         most_seconds -= self.graph.extra_seconds
         of = self.variants.estimate
@@ -279,7 +280,8 @@ class CandidateSource:
                 slack = LEAST_SLACK * left
             return []
 
-        for among in ([*shallow], exact, [each for each in parts if each not in exact]):
+        undivided = [each for each in shallow if not of(each).divided]
+        for among in ([*shallow], undivided, exact, [each for each in parts if each not in exact]):
             make(among)
         make(make([each for each in able if of(each).whole]))
         cheaper = (each for each in able if (of(each).whole or each in shallow) and each not in made)

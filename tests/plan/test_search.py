@@ -582,6 +582,30 @@ def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
     assert of_chunks(2) not in compiled_forms
 
 
+def test_what_divides_no_work_is_the_least_where_parts_turn_out_to_cost_too_much() -> None:
+    """By the estimates parts need less, and are affordable; by their graph they are not."""
+    graph = replace(chain(12), platform="gpu")
+    peak = peak_of(graph, graph.residuals)
+    parts, cheap = of_chunks(4), PLAIN.also(Choice(COPIES, 0, (1,)))
+    values = tuple((v, 0) for v in graph.residuals)
+    rows = Sites(ROWS, {(0, (4,)): Estimate(peak, 0.1 * graph.step_seconds, divided=values)})
+    copies = Sites(COPIES, {(0, (1,)): Estimate(peak // 2)})
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        trial = a_trial(graph, set(solution.schedule.saved), graph.extra_seconds / graph.step_seconds)
+        needs = peak if graph.form in (parts, cheap) else 3 * peak
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=needs)
+
+    made = {
+        parts: replace(graph, form=parts, extra_seconds=9 * graph.step_seconds),
+        cheap: replace(graph, form=cheap),
+    }
+    space = Space(graph, replace(NONE, others=(rows, copies)), made)
+    trial = searching(space, Prefixes(), compiled, peak).least(3)
+    assert trial is not None
+    assert trial.graph.form == cheap
+
+
 @pytest.mark.parametrize(("saved", "seconds", "compilations"), [(0, 0.5, 1), (-1, 0.05, 0)])
 def test_a_search_goes_on_where_much_is_to_be_gained(saved: int, seconds: float, compilations: int) -> None:
     """Its compilations are over, and a plan fits that takes longer than another promises to."""
