@@ -29,6 +29,7 @@ from jaxremat import (
 )
 from jaxremat._plan import _problem as problem_module
 from jaxremat._plan import _step_compiler
+from jaxremat._rewrite import _row_regions
 
 CASE = BY_NAME["custom_vjp"]
 ARGS = jax.eval_shape(CASE.make_args)
@@ -120,6 +121,18 @@ def test_plans_lie_above_the_proven_bound(frontier: Frontier) -> None:
     assert hull
     near = [p.overhead - frontier.lower_bound(p.predicted_peak_nbytes) for p in hull]
     assert min(near) <= Milp().gap + 1e-6  # the bound touches it
+
+
+def test_the_bound_speaks_of_variants_that_later_plans_are_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1 << 20)
+    frontier = swept()
+    assert any(p.plan.form for p in frontier)
+    for p in frontier:
+        if not p.plan.kept:
+            assert p.overhead >= frontier.lower_bound(p.predicted_peak_nbytes) - 1e-6
 
 
 def test_the_plan_of_a_point_runs(frontier: Frontier) -> None:
