@@ -341,15 +341,37 @@ def _with_repeated(
                     j for j in (shared if stage[i] == number else (i,)) if stage.get(j, number) < number
                 )
 
-    found: list[Loop] = []
-    for number in reversed(range(len(stages))):
-        handed: set[int] = set()
-        members, left = members_of(number, handed, known := set(wanted), room)
-        while more := set(torn(number, members)) - handed:
-            handed |= more
-            members, left = members_of(number, handed, known := set(wanted), room)
-        wanted, room = known, left
-        found.append({i: component.rules[i] for i in sorted(members)})
+    def built(decided: Collection[int]) -> list[Loop]:
+        """Return the loops, the last first, where these decisions are handed on besides."""
+        found: list[Loop] = []
+        needed, left = wanted, room
+        for number in reversed(range(len(stages))):
+            handed = {*decided}
+            members, after = members_of(number, handed, known := set(needed), left)
+            while more := set(torn(number, members)) - handed:
+                handed |= more
+                members, after = members_of(number, handed, known := set(needed), left)
+            needed, left = known, after
+            found.append({i: component.rules[i] for i in sorted(members)})
+        return found
+
+    def decided_twice(loops: Sequence[Loop]) -> set[int]:
+        """Return the decisions about values that several of the loops decide about, each by numbers of its own run:
+        what one makes of its decision and what another makes of theirs do not add up.
+        """
+        about: dict[jex.Var, set[int]] = {}
+        for n, loop in enumerate(loops):
+            for i in program.of_a_run.keys() & loop.keys():
+                for a in _compat.variables(eqns[i].invars):
+                    about.setdefault(a, set()).add(n)
+        split = {a for a, among in about.items() if len(among) > 1}
+        return {i for i in program.of_a_run if not split.isdisjoint(_compat.variables(eqns[i].invars))}
+
+    once_only: set[int] = set()
+    found = built(once_only)
+    while more := decided_twice(found) - once_only:
+        once_only |= more
+        found = built(once_only)
     again = sum(_flops(program, loop.keys() - own) for loop, own in zip(found, stages[::-1], strict=True))
     return found[::-1], again
 

@@ -122,6 +122,13 @@ def test_random_steps_that_failed(way: str, parts: list[str], seed: int, count: 
     assert wrong(step_of(way, parts, seed), seed, count) == []
 
 
+def test_what_one_loop_over_chunks_decides_no_other_decides_again() -> None:
+    """The shares of a minimum's two operands add up to one where both are of one run."""
+    with adversary.small_values():
+        found = list(adversary.check_emitted(step_of("plain", ["critics"], 1003133, 4), 1003133, 8))
+    assert [what for _, what in found] == [""] * 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS, 200))
 def test_many_random_steps(seed: int) -> None:
