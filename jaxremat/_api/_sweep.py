@@ -8,11 +8,12 @@ once. Law: what a sweep has done is on disk, so that the next one like it goes o
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from .._model._graph import Graph
 from .._model._simulate import simulate
 from .._model._stages import cuttings
 from .._model._variant import Variant
@@ -237,26 +238,28 @@ class _Sweep:
         """
         solver = self.solver
         assert isinstance(solver, Priced)
-        more = sorted({point.plan.form for point in found}.difference(forms), key=str)
-        graphs = [cut for graph in filter(None, map(self.graphs.of, more)) for cut in cuttings(graph)]
-        if not graphs:
+        if not (more := sorted({point.plan.form for point in found}.difference(forms), key=str)):
             return bound
 
         def solved() -> dict[str, Any]:
+            if not (graphs := self._cuttings(more)):
+                return {"bound": bound.seconds}
             return {"bound": cheapest(graphs, solver, bound.price, (), self._hull_seconds)[1].seconds}
 
         of = hashlib.sha256(repr(more).encode()).hexdigest()[:16]
-        return Bound(
-            bound.price, min(bound.seconds, self._done(f"bound-{bound.price!r}-{of}", solved)["bound"])
-        )
+        own = self._done(f"bound-{bound.price!r}-{of}", solved)["bound"]
+        return Bound(bound.price, min(bound.seconds, own))
+
+    def _cuttings(self, variants: Iterable[Variant]) -> list[Graph]:
+        """Return the graphs of variants, in each of their cuttings into stages."""
+        return [cut for graph in filter(None, map(self.graphs.of, variants)) for cut in cuttings(graph)]
 
     def _vertex(self, price: float, edge: tuple[Vertex, Vertex], plans: Sequence[Plan]) -> dict[str, Any]:
         """Return the best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
         assert isinstance(self.solver, Priced)
         plain = self.graphs.plain
         made = dict.fromkeys(plan.form for plan in plans if plan.form != plain.form)
-        graphs = [plain, *filter(None, map(self.graphs.of, made))]
-        graphs = [cut for graph in graphs for cut in cuttings(graph)]
+        graphs = [*cuttings(plain), *self._cuttings(made)]
         starts = [
             vertex(graph, Solution(plan.schedule(graph)))
             for plan in plans
