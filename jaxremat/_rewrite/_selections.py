@@ -6,9 +6,11 @@ value with what was selected from it, as of entries not smaller than the k-th la
 
 Law: a comparison of an operand with the larger of two is one of the two, exactly. What else compares so runs once
 (`_decisions`). Compilers too repeat pointwise work in kernels that select and in kernels that compare: what both are of
-passes a barrier.
+passes a barrier. So does a comparison of two computed numbers that several read: a compiler makes it anew in each
+kernel that reads it, from a difference that one kernel rounds and another does not.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +54,8 @@ def _directly(eqn: jex.JaxprEqn, chosen: dict[jex.Var, jex.JaxprEqn]) -> jex.Jax
 
 
 def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
-    """Return the equations, as many, those under one more name that a compiler should not repeat in a kernel that
-    selects and in one that compares: what it makes twice may differ in its last bit too.
+    """Return the equations, as many, those under one more name that a compiler should not repeat in several kernels:
+    what it makes twice may differ in its last bit too.
 
     **Arguments:** `alive` of each equation whether anything needs it.
     """
@@ -78,7 +80,10 @@ def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
-    """Return the equations that compilers repeat in a kernel that selects and in one that compares."""
+    """Return the equations that compilers repeat in kernels whose results have to fit together."""
     found = decisions(eqns)
     shared = {j for i in found.selected.intersection(alive) for j in found.compared[i]}
-    return {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}
+    made = {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}
+    readers = Counter(v for i in alive for v in set(_compat.variables(eqns[i].invars)))
+    between = set(found.compared).intersection(alive) - found.selected
+    return made | {i for i in between if sum(readers[v] for v in eqns[i].outvars) > 1}

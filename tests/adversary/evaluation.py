@@ -16,6 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+import jaxremat
 from jaxremat._program import _compat
 from jaxremat._program._inline import CALLS
 
@@ -196,8 +197,10 @@ _DRAWS = frozenset({"random_bits", "random_split", "random_fold_in", "threefry2x
 _drawn_before: dict[Any, list[Any]] = {}
 """Random numbers are drawn alike by all programs of a step."""
 
-AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""What is compiled rounds to narrow types where the step does."""
+AS_WRITTEN = jaxremat.compiler_options("cpu", {"xla_allow_excess_precision": False})
+"""What is compiled rounds to narrow types where the step does, and keeps barriers as a plan's compilation does: without
+them XLA merges what is recomputed with what it is recomputed from, and decides anew in each fusion that reads a mask.
+"""
 
 ROUNDED = frozenset(
     {

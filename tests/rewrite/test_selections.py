@@ -135,6 +135,17 @@ def test_what_may_not_run_again(
     assert bool(once) == (not runs_again)
 
 
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_choice_between_two_is_made_by_one_kernel_for_all_its_readers(readers: int) -> None:
+    def run(x: jax.Array) -> Any:
+        larger = jnp.sin(x) > jnp.cos(x)
+        return [jnp.where(larger, c * x, 1.0) for c in range(readers)]
+
+    flat = flattened(run, jnp.ones((4, 8)))
+    eqns = marked(flat, alive(flat)).jaxpr.eqns
+    assert [e.primitive.name for e in eqns if is_marked(e)] == ["gt"] * (readers - 1)
+
+
 def test_of_arguments_nothing_is_made_again() -> None:
     eqns = flattened(_of_the_largest, jnp.ones((4, 8))).jaxpr.eqns
     assert not decisions(eqns).once([False] * len(eqns))
