@@ -37,6 +37,7 @@ from .._program._row_indices import batched_indices
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._kernel_choice import replaced
+from .._rewrite._selections import is_marked
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._kernel_prices import behind_views, handed_over, priced, sums_of_scattered, written_sums
@@ -160,6 +161,9 @@ def lower(
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
     in_memory |= {v for i in cotangents for v in nodes[i].outputs}
+    in_memory |= {
+        v for node, eqn in zip(nodes, jaxpr.eqns, strict=True) if is_marked(eqn) for v in node.outputs
+    }
     if not fuses_reductions:
         small = INDEX_SHARE * sum(values[v].nbytes for v in in_memory)
         in_memory |= _with_index_arrays(jaxpr.eqns, nodes, values, index, small)

@@ -6,12 +6,14 @@ value with what was selected from it, as of entries not smaller than the k-th la
 
 Law: a comparison of an operand with the larger of two is one of the two, exactly. What else compares so runs once
 (`_decisions`). Compilers too repeat pointwise work in kernels that select and in kernels that compare: what both are of
-passes a barrier. So does a comparison of two computed numbers that several read: a compiler makes it anew in each
-kernel that reads it, from a difference that one kernel rounds and another does not.
+passes a barrier, and so does the mask, of which the compiler would else keep the operand for the backward pass, four
+times the size. So does a comparison of two computed numbers that several read: a compiler makes it anew in each kernel
+that reads it, from a difference that one kernel rounds and another does not.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import jax.extend.core as jex
@@ -22,6 +24,7 @@ from .._program._primitives import is_pointwise
 from .._program._splice import needed
 from ._cotangent_chains import in_memory
 from ._decisions import decisions
+from ._domain_edges import CHOICES
 from ._flat_program import with_eqns
 
 INSTEAD = {lax.max_p: lax.ge_p, lax.min_p: lax.le_p}
@@ -82,8 +85,31 @@ def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
     """Return the equations that compilers repeat in kernels whose results have to fit together."""
     found = decisions(eqns)
-    shared = {j for i in found.selected.intersection(alive) for j in found.compared[i]}
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    shared = {
+        j
+        for i in found.selected.intersection(alive)
+        for j in _selected_itself(eqns, maker, i) or found.compared[i]
+    }
     made = {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}
     readers = Counter(v for i in alive for v in set(_compat.variables(eqns[i].invars)))
-    between = set(found.compared).intersection(alive) - found.selected
-    return made | {i for i in between if sum(readers[v] for v in eqns[i].outvars) > 1}
+    several = {i for i in found.compared if sum(readers[v] for v in eqns[i].outvars) > 1}
+    return made | (found.selected | several).intersection(alive)
+
+
+def _selected_itself(eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int], i: int) -> set[int]:
+    """Return what makes the operand of a comparison that the other was selected from as it stands, as in
+    `a == a.max()`: kernels that read that very operand agree, and need nothing of what it is made of.
+    """
+    for one, other in permutations(_compat.variables(eqns[i].invars), 2):
+        while other in maker and eqns[maker[other]].primitive.name in (
+            "broadcast_in_dim",
+            "reshape",
+            "squeeze",
+        ):
+            (other,) = _compat.variables(eqns[maker[other]].invars)
+        if other in maker and eqns[maker[other]].primitive.name in CHOICES:
+            choice = eqns[maker[other]]
+            if one in maker and any(one is a for a in choice.invars) and is_pointwise(eqns[maker[one]]):
+                return {maker[one]}
+    return set()
