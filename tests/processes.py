@@ -113,7 +113,8 @@ def main(cases: str, index: int, count: int, port: int) -> None:
             "stages": plan.stages,
             "budget": plan.budget_nbytes,
             "peak": plan.peak_nbytes,
-            "drops_nothing": plan.drops_nothing,
+            "form": str(plan.form),
+            "left_alone": plan.drops_nothing and not plan.form,
             "losses": losses,
         }
 
@@ -173,7 +174,7 @@ def main(cases: str, index: int, count: int, port: int) -> None:
                 "dots": run.lower(weights, x).as_text().count("dot_general"),
             }
         if case == "infeasible":
-            return trained(jaxremat.optimize(2**19)(step), rows)
+            return trained(jaxremat.optimize(2**18)(step), rows)
         if case == "other program":
             return trained(jaxremat.optimize(BUDGET)(other), rows)
         if case == "other budget":

@@ -275,6 +275,11 @@ class Way:
         return self.found.graph.step_seconds + self.found.profile.extra_seconds
 
     @property
+    def overhead(self) -> float:
+        """What they take longer than those of the plain function, as a share of that."""
+        return self.seconds / (self.plain_seconds or 1.0) - 1
+
+    @property
     def forms(self) -> tuple[LoopForm, ...]:
         """The regions in parts, for people."""
         if self.division is None:
@@ -341,6 +346,9 @@ def best_way(
             tried(number, fewer)
     if not ways:
         raise min(refused, key=lambda error: error.min_peak_nbytes)
+    # What a loop's small kernels cost is known of the ways that were planned.
+    affordable = [way for way in ways if way[1].overhead <= MOST_OVERHEAD]
+    ways = affordable or ways
     if least:
         enough = min(of_two(way.found) for _, way in ways) + LEAST_SLACK * plain_nbytes
         ways = [each for each in ways if of_two(each[1].found) <= enough]

@@ -303,6 +303,12 @@ def varying_axes(var: Atom) -> frozenset[Any]:
     return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
 
 
+def varied(array: jax.Array, like: Atom) -> jax.Array:
+    """Return values that are the same on all devices as ones that may differ as those of a variable do."""
+    axes = tuple(varying_axes(like))
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
+
+
 def unvaried(aval: AbstractValue) -> AbstractValue:
     """Return the type of a value that is the same on all devices."""
     if not varying_axes(new_var(aval)):

@@ -295,9 +295,10 @@ class _Chunks:
 
     def _before(self, v: jex.Var, zero: jax.Array) -> jax.Array:
         """Return a result before the first chunk: what joined with another, or added to it, is that."""
+        fill = zero.astype(self._type(v))
         if self._joins(v) is lax.and_p:
-            return jnp.full(self.rows.written_shape(v), np.invert(np.zeros((), self._type(v))))
-        return lax.broadcast(zero.astype(self._type(v)), self.rows.written_shape(v))
+            fill = jnp.asarray(np.invert(np.zeros((), self._type(v))))
+        return _compat.varied(lax.broadcast(fill, self.rows.written_shape(v)), v)
 
     def _body(self) -> jex.ClosedJaxpr:
         """Return one chunk: its index, the results so far and what the region reads -> the results."""

@@ -367,6 +367,25 @@ def test_each_device_of_a_sharded_map_does_its_rows_in_parts(emit: str) -> None:
     )
 
 
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_each_device_of_a_sharded_map_adds_up_its_rows(emit: str) -> None:
+    """What differs from device to device is added to zeros that do."""
+    case, spec = CASES[0], jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+
+    def squared(x: Any, w: Any) -> Any:
+        return jnp.sum(gated(x, w) ** 2)
+
+    planned = jaxremat.checkpoint(squared, "min", emit=emit)
+    mapped = jax.shard_map(
+        lambda x, w: planned(x, w)[None], mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d")
+    )
+    both = jax.grad(lambda *args: mapped(*args).sum(), (0, 1))
+    assert "scan[" in str(jax.make_jaxpr(both)(case.x, case.w))
+    found = jax.jit(both, compiler_options=OPTIONS)(case.x, case.w)
+    assert_close(found, jax.grad(squared, (0, 1))(case.x, case.w))
+
+
 @jax.custom_vjp
 def clipped(x: Any) -> Any:
     return jnp.sin(x)

@@ -228,7 +228,8 @@ def test_a_train_state_of_linen() -> None:
 
     planning = jaxremat.Planning(solver=MinCut())
     planned = jaxremat.optimize("70% of temporaries", donate_argnums=0, planning=planning)(step)
-    assert not planned.plan(fresh(), batch()).drops_nothing
+    plan = planned.plan(fresh(), batch())
+    assert plan.form or not plan.drops_nothing
     state, loss = planned(fresh(), batch())
     want, want_loss = jax.jit(step)(fresh(), batch())
     assert_same((want.params, want.step, want_loss), (state.params, state.step, loss))

@@ -54,7 +54,7 @@ def test_jit_cannot_lower_it() -> None:
 
 
 def test_budget_and_results() -> None:
-    step = jaxremat.optimize("50% of temporaries", donate_argnums=0)(_step)
+    step = jaxremat.optimize("50% of temporaries", donate_argnums=0, allow=())(_step)
     expected = jax.jit(_step)(*_args())
     for _ in range(2):  # the second time by the compiled step
         found = step(*_args())

@@ -29,15 +29,14 @@ from jaxremat import (
 )
 from jaxremat._plan import _problem as problem_module
 from jaxremat._plan import _step_compiler
-from jaxremat._rewrite import _row_regions
 
 CASE = BY_NAME["custom_vjp"]
 ARGS = jax.eval_shape(CASE.make_args)
 POINTS = 6
 
 
-def swept(points: int = POINTS, **options: Any) -> Frontier:
-    return jaxremat.sweep(CASE.step, *ARGS, points=points, donate_argnums=0, **options)
+def swept(points: int = POINTS, allow: tuple[str, ...] = (), **options: Any) -> Frontier:
+    return jaxremat.sweep(CASE.step, *ARGS, points=points, donate_argnums=0, allow=allow, **options)
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +126,7 @@ def test_the_bound_speaks_of_variants_that_later_plans_are_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1 << 20)
-    frontier = swept()
+    frontier = swept(allow=jaxremat.EXACT)
     assert any(p.plan.form for p in frontier)
     for p in frontier:
         if not p.plan.kept:
@@ -357,7 +355,7 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> 
 
 
 def test_a_step_is_swept_with_its_own_options(frontier: Frontier) -> None:
-    step = jaxremat.optimize("1TiB", donate_argnums=0)(CASE.step)
+    step = jaxremat.optimize("1TiB", donate_argnums=0, allow=())(CASE.step)
     assert jaxremat.sweep(step, *ARGS, points=POINTS) == frontier
     with pytest.raises(ArgumentError, match="uses the options of a step"):
         jaxremat.sweep(step, *ARGS, donate_argnums=0)

@@ -34,10 +34,12 @@ STATS = jaxremat.memory(make_step(), WEIGHTS, X)
 BUDGET = STATS.base_nbytes + int(0.8 * STATS.temporaries_nbytes)
 BUDGETS = {
     "planned": BUDGET,
+    "recomputed": BUDGET,
     "as written": 3 * STATS.peak_nbytes,
     "min": "min",
     "a share": "80% of temporaries",
 }
+OPTIONS: dict[str, Any] = {"recomputed": {"allow": ()}}
 
 
 def train(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
@@ -53,7 +55,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("JAXREMAT_CACHE", str(folder))
         patch.delenv("JAXREMAT_PLAN_CACHE")
         for name, budget in BUDGETS.items():
-            step = jaxremat.optimize(budget)(train)
+            step = jaxremat.optimize(budget, **OPTIONS.get(name, {}))(train)
             step.plan(WEIGHTS, X).save(folder / f"{name}.plan")
             (folder / f"{name}.step").write_bytes(pickle.dumps(step))
     return folder
@@ -114,7 +116,7 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 """What users ask of a step first."""
 
 KNOWN: dict[str, Callable[[str, Path], Any]] = {
-    "the cache": lambda name, folder: step(BUDGETS[name]),
+    "the cache": lambda name, folder: step(BUDGETS[name], **OPTIONS.get(name, {})),
     "a plan": lambda name, folder: jaxremat.optimize(plan=jaxremat.Plan.load(folder / f"{name}.plan"))(
         make_step()
     ),
@@ -156,9 +158,10 @@ def test_a_step_whose_plan_is_known_is_not_searched_for_regions(
     looked: list[Any] = []
     find = _passes.find_regions
     monkeypatch.setattr(_passes, "find_regions", lambda *a, **k: looked.append(a) or find(*a, **k))
-    assert KNOWN[known]("planned", kept).plan(WEIGHTS, X).form == PLAIN
+    plan = KNOWN[known]("recomputed", kept).plan(WEIGHTS, X)
+    assert plan.form == PLAIN and not plan.drops_nothing
     assert not looked
-    step(BUDGET - 1).plan(WEIGHTS, X)
+    step(BUDGET - 1, allow=()).plan(WEIGHTS, X)
     assert len(looked) == 1
 
 

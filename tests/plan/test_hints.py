@@ -181,7 +181,7 @@ def arguments() -> tuple[list[jax.Array], jax.Array]:
 
 def planned(marks: Any, budget: Any, fn: Any = train, **options: Any) -> tuple[Plan, Any]:
     planning = jaxremat.Planning(**({"solver": MinCut(), "verify": False} | options))
-    step = jaxremat.optimize(budget, planning=planning)(partial(fn, marks=marks))
+    step = jaxremat.optimize(budget, planning=planning, allow=())(partial(fn, marks=marks))
     plan = step.plan(*arguments())
     assert_same(jax.jit(partial(fn, marks={}))(*arguments()), step(*arguments()))
     return plan, step

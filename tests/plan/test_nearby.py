@@ -43,7 +43,8 @@ class Counting(jaxremat.Milp):
 
 def step(budget: Any, **options: Any) -> Any:
     like = {"like": options.pop("like")} if "like" in options else {}
-    return jaxremat.optimize(budget, planning=jaxremat.Planning(**options), **like)(make_step())
+    planning = jaxremat.Planning(**options)
+    return jaxremat.optimize(budget, planning=planning, allow=(), **like)(make_step())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ def said() -> list[dict[str, dict[str, Any]]]:
 
 def same(first: dict[str, Any], *others: dict[str, Any]) -> None:
     for other in others:
-        for name in ("saved", "kept", "stages", "budget", "peak", "losses"):
+        for name in ("form", "saved", "kept", "stages", "budget", "peak", "losses"):
             assert first[name] == other[name], name
 
 
@@ -24,7 +24,7 @@ def test_all_have_the_plan_of_the_first(said: list[dict[str, dict[str, Any]]]) -
     first, second = (each["plan"] for each in said)
     same(first, second)
     assert first["peak"] <= BUDGET
-    assert not first["drops_nothing"]
+    assert not first["left_alone"]
     assert first["losses"] == pytest.approx(first["plain"], rel=1e-6)
     assert first["cached"] > 0 == second["cached"]
 

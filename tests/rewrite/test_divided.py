@@ -83,7 +83,7 @@ HEAVY = (
 
 def planned(budget: int | str, **options: Any) -> jaxremat.Plan:
     planning = jaxremat.Planning(**options)
-    return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, planning=planning)
+    return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, planning=planning, allow=())
 
 
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.slow)])
