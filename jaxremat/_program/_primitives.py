@@ -131,6 +131,15 @@ def is_contraction(eqn: jex.JaxprEqn) -> bool:
     return name in _CONTRACTIONS or name in _LOOPS or name in _CALLS or name in _LIBRARY or bool(eqn.effects)
 
 
+def contracts(eqn: jex.JaxprEqn) -> bool:
+    """Return whether an equation is a contraction; of a choice, or of a function with its derivative, whether any is
+    within.
+    """
+    if eqn.primitive.name in ("cond", "custom_jvp_call"):
+        return any(contracts(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return is_contraction(eqn)
+
+
 def is_product(eqn: jex.JaxprEqn) -> bool:
     """Products and convolutions: where both operands are divided alike, every device has a part of a sum."""
     return eqn.primitive.name in _CONTRACTIONS

@@ -11,7 +11,7 @@ Law: as that of `_row_regions`. What is random stays as it is: all of it is draw
 from collections.abc import Collection, Sequence
 
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_backward, is_contraction
+from .._program._primitives import contracts, is_backward
 from .._program._windows import has_window
 from ._program_readers import Readers
 from ._region_loops import loops_of
@@ -64,7 +64,7 @@ def most_of(
 
     **Arguments:** `whole` as of `Region`; `windowed` whether rows may be read around a chunk's own.
     """
-    products = sum(is_contraction(program.eqns[i]) for i in own)
+    products = sum(contracts(program.eqns[i]) for i in own)
     enough = LEAST_SHARE * products
     others = {*program.alive}.difference(own)
     grown: list[Grower] = []

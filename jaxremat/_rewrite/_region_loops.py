@@ -27,7 +27,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes, eqn_flops
-from .._program._primitives import is_contraction
+from .._program._primitives import contracts
 from ._flat_program import within
 from ._program_readers import Readers
 from ._region_cut import narrower, outside_nbytes
@@ -226,7 +226,7 @@ def _narrowed(program: Readers, component: Component, limits: Limits) -> list[li
 
 
 def _products(program: Readers, indices: Iterable[int]) -> int:
-    return sum(is_contraction(program.eqns[i]) for i in indices)
+    return sum(contracts(program.eqns[i]) for i in indices)
 
 
 def _without_light(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:

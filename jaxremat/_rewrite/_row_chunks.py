@@ -33,8 +33,8 @@ from .._program._chunk_kinds import stacked
 from .._program._compat import Atom, Aval, DType, shaped
 from .._program._primitives import (
     IN_CHUNKS,
+    contracts,
     is_backward,
-    is_contraction,
     is_light,
     is_loop_edge,
     is_placing,
@@ -122,7 +122,7 @@ class _Chunks:
         # Of most of a step a loop is one of the forward pass, as is any other loop without gradients but the last.
         in_backward = [i for i in sorted(self.own) if is_backward(program.eqns[i])]
         early = [i for i in sorted(self.own) if not is_backward(program.eqns[i])]
-        has_gradients = any(is_contraction(program.eqns[i]) for i in in_backward)
+        has_gradients = any(contracts(program.eqns[i]) for i in in_backward)
         self.opens = region.whole and has_gradients
         is_last = self.rules is region.loops[-1]
         differentiates = not region.whole and (has_gradients or is_last)

@@ -37,7 +37,7 @@ from .._program._axes import (
 )
 from .._program._compat import shaped
 from .._program._flops import alone_seconds, aval_nbytes, eqn_flops
-from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
+from .._program._primitives import contracts, inner_jaxprs, is_draw, is_fusion_root, is_relabelling, runs_once
 from .._program._windows import WindowRule, windows
 from ._halos import in_parts
 from ._program_readers import Readers
@@ -270,7 +270,7 @@ def region_about(
 
 def large_products(program: Readers, indices: Iterable[int]) -> list[int]:
     """Return the contractions among some equations that are not little work beside the largest."""
-    flops = {i: eqn_flops(program.eqns[i]) for i in indices if is_contraction(program.eqns[i])}
+    flops = {i: eqn_flops(program.eqns[i]) for i in indices if contracts(program.eqns[i])}
     least = LITTLE_WORK * max(flops.values(), default=0)
     return [i for i, each in flops.items() if each > least]
 
@@ -308,7 +308,7 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
     leaves = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
     inner = made - leaves
     read = {a for i in first for a in _compat.variables(eqns[i].invars)} - made
-    inner_nbytes = sum(aval_nbytes(a.aval) for a in inner)
+    inner_nbytes = sum(aval_nbytes(a.aval) for a in inner) + sum(_branch_nbytes(eqns[i]) for i in first)
     if inner_nbytes < (AT_ONCE if whole else 1) * LEAST_NBYTES:
         return None
     most = max(first, key=lambda i: max(aval_nbytes(v.aval) for v in eqns[i].outvars))
@@ -331,6 +331,17 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
             eqns[i] for number, loop in enumerate(loops) for i in loop if first.get(i, number) != number
         ),
     )
+
+
+def _branch_nbytes(eqn: jex.JaxprEqn) -> int:
+    """Return the bytes that the largest branch of a choice makes and keeps to itself; 0 of any other equation."""
+    branches = inner_jaxprs(eqn) if eqn.primitive.name == "cond" else ()
+
+    def inner(branch: jex.Jaxpr) -> int:
+        made = {v for each in branch.eqns for v in each.outvars}.difference(_compat.variables(branch.outvars))
+        return sum(map(_nbytes, made)) + sum(map(_branch_nbytes, branch.eqns))
+
+    return max(map(inner, branches), default=0)
 
 
 class Grower:
@@ -489,7 +500,7 @@ class Grower:
                 break
         else:
             return False
-        self.products += is_contraction(eqn)
+        self.products += contracts(eqn)
         self.rules[i] = rule
         self.sums.update(v for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
         for a, d in placed:
@@ -515,7 +526,7 @@ class Grower:
         """
         eqns, maker, found = self.program.eqns, self.program.maker, set[int]()
         for i in self.program.alive:
-            much = i in self.rules and (is_contraction(eqns[i]) or self._made_nbytes(i) > self.few_nbytes)
+            much = i in self.rules and (contracts(eqns[i]) or self._made_nbytes(i) > self.few_nbytes)
             if much or any(maker.get(a) in found for a in _compat.variables(eqns[i].invars)):
                 found.add(i)
         return found
@@ -532,7 +543,7 @@ class Grower:
         """
         eqns, maker = self.program.eqns, self.program.maker
         own = 0 if i in self.rules else self._made_nbytes(i)
-        if own > self.few_nbytes or is_contraction(eqns[i]):
+        if own > self.few_nbytes or contracts(eqns[i]):
             return False
         before: set[int] = set()
         waiting, made = [i], 0

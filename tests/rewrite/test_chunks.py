@@ -279,3 +279,37 @@ def test_arrays_on_several_devices_are_known() -> None:
     several = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec("data"))
     program = Program(step_of(cross_entropy), in_shardings=(None, several, several))
     assert device_count(program, args, {}) == 2
+
+
+def chosen(layers: int, branch: Callable[[Any], Any]) -> Any:
+    """Rows that so many choices, the same for all of them, may change."""
+
+    @descent
+    def step(params: Any, x: Any, flag: Any) -> Any:
+        h = x @ params["in"]
+        for _ in range(layers):
+            h = jax.lax.cond(flag, branch, lambda h: h, jnp.sin(h))
+        return jnp.mean((h @ params["out"]) ** 2)
+
+    shapes = {"in": (WIDE, 16 * WIDE), "out": (16 * WIDE, WIDE)}
+    params = {name: jnp.ones(shape) / WIDE for name, shape in shapes.items()}
+    return step, (params, jnp.ones((BATCH * LENGTH, WIDE)), jnp.bool_(True))
+
+
+def test_choices_without_contractions_are_none() -> None:
+    step, args = chosen(USUAL.products + 1, jnp.tanh)
+    assert in_chunks(step, args, 4)[0].sites.regions[0].rows == BATCH * LENGTH
+
+
+def test_what_branches_keep_to_themselves_counts() -> None:
+    def branch(h: Any) -> Any:
+        for _ in range(3):
+            h = jnp.sin(jnp.cos(h))
+        return h
+
+    few, many = (
+        trace(jax.jit(step), args, {}).sites.regions[0].inner_nbytes
+        for step, args in (chosen(1, jnp.sin), chosen(1, branch))
+    )
+    value = 4 * BATCH * LENGTH * 16 * WIDE
+    assert many >= few + 10 * value  # five values of the forward pass, and as many factors at least
