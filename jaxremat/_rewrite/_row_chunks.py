@@ -139,6 +139,11 @@ class _Chunks:
             if region.windowed or self.parts.beyond
             else RowParts(self.dimension, self.parts, region.parts)
         )
+        # XLA schedules what a body returns last first: products that make rows, behind which their operands can make
+        # room for products that are sums. With a head of tied weights that is one gradient of these less.
+        self.leaves.sort(
+            key=lambda v: self.dimension[v] is not None and contracts(program.eqns[program.maker[v]])
+        )
         # A sum that is scattered goes on in the array that it starts with.
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])

@@ -313,3 +313,13 @@ def test_what_branches_keep_to_themselves_counts() -> None:
     )
     value = 4 * BATCH * LENGTH * 16 * WIDE
     assert many >= few + 10 * value  # five values of the forward pass, and as many factors at least
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_head_has_two_chunks_of_logits_and_two_gradients_at_most(count: int) -> None:
+    args = arguments()
+    made = in_chunks(step_of(cross_entropy), args, count)[1].closed
+    needs = jaxremat.memory(jex.jaxpr_as_fun(made), *jax.tree.leaves(args))
+    logits, gradient = 4 * BATCH * LENGTH * WORDS // count, 4 * WORDS * WIDE
+    # The other gradient is a result.
+    assert needs.temporaries_nbytes < 2 * logits + 1.5 * gradient
