@@ -103,7 +103,8 @@ class Region:
     of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
     these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
     program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has;
-    `uneven` whether the last chunk may end behind the rows; `windowed` whether equations read rows around their own,
+    `uneven` whether the last chunk may end behind the rows: not where a loop or a choice adds up sums within, for its
+    body would have to make zeros of rows that there are not; `windowed` whether equations read rows around their own,
     see `_halos`, and the `halos` of equations: how much of all rows each chunk does besides its own.
     """
 
@@ -323,7 +324,6 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
         source=_compat.user_line(eqns[most]),
         whole=whole,
         loop=program.scopes[most],
-        # A sum that is added up within a loop has no zeros for rows behind all.
         uneven=not any(any(rule.sums) for rule in rules if isinstance(rule, BodyBatchingRule)),
         windowed=windowed,
         halos=around[1] if around else (),
