@@ -23,6 +23,7 @@ from .._model._variant import ROWS, Variant
 from .._runtime._mechanisms import mechanism
 from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver
+from .._solver._frontiers import repeated_seconds
 from .._solver._hull import Priced, edge
 from ._ledger import CompiledCandidate
 
@@ -226,20 +227,23 @@ class CandidateSource:
             self.sketched[variant, room] = found
         return self.sketched[variant, room]
 
+    def may_split(self, graph: Graph) -> bool:
+        """Return whether the variant of a graph has loops to split, and was not looked at for that."""
+        unseen = (graph.form, graph.host) not in self.looked_at
+        return unseen and bool(graph.pairs) and self.variants.loops.unsplit(graph.form)
+
     @mechanism("loops in parts", off=lambda *_: [])
     def split_loop(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
         """Add the graphs of a variant with one of its loops in parts, and return them, if the best of these solutions
         of its graphs, which fit, is a good deal slower than such a variant promises to be. None is looked at twice.
         """
-        if not solutions:
+        if not solutions or not self.may_split(solutions[0][0]):
             return []
         seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
         variant, host = solutions[0][0].form, solutions[0][0].host
-        if (variant, host) in self.looked_at or seconds <= self.cheap_seconds:
+        if seconds <= self.cheap_seconds:
             return []
         self.looked_at.add((variant, host))
-        if not self.variants.loops.unsplit(variant):
-            return []
         with phase("looking for a loop to split", kind="solve"):
             looked = (best_split(*each, allowance, self.solver, self.time_limit) for each in solutions)
             found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
@@ -321,7 +325,9 @@ def _with_and_without_host(graph: Graph) -> list[Graph]:
 class Candidate:
     """One graph, cut into stages: what was `compiled` of it; the predicted peak to ask for next (`allowance`), and the
     `pending` solution for that, with its rank (`order`); by how many seconds the model erred on the last of its
-    variant, with host memory; whether no more is to be gained of it (`closed`).
+    variant, with host memory; whether no more is to be gained of it (`closed`); whether the pending solution is
+    `finished`, as of `Ledger.finished`, or may save `open_seconds` then: what its stages recompute that the one before
+    has.
     """
 
     graph: Graph
@@ -331,6 +337,14 @@ class Candidate:
     order: tuple[float, ...] = ()
     error_seconds: float = 0.0
     closed: bool = False
+    finished: bool = True
+
+    @property
+    def open_seconds(self) -> float:
+        """See above."""
+        if self.finished or self.pending is None:
+            return 0.0
+        return repeated_seconds(self.graph, self.pending.schedule)
 
     @property
     def expected(self) -> tuple[float, ...]:

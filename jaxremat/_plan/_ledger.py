@@ -5,7 +5,8 @@ Invariant: no answer is worse, by the model, than one that the solver gave befor
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InstallError, SolverError
 from .._runtime._progress import Stopwatch, phase
 from .._solver import MinCut, Solution, Solver
+from .._solver._interface import Staged
 
 COMPILATIONS = 2
 MORE_COMPILATIONS = 6
@@ -98,8 +100,12 @@ class Effort:
         self.compile_seconds = seconds
 
     def solving(self, time_limit: float) -> float:
-        """Count a solve, and return the seconds for it, of those that the user allows at most."""
+        """Count a solve, and return the seconds for it."""
         self.solves += 1
+        return self.limit(time_limit)
+
+    def limit(self, time_limit: float) -> float:
+        """Return the seconds for the last solve, of those that the user allows at most."""
         if self.limited:
             time_limit *= FIRST_SHARE if self.solves <= FIRST_SOLVES else LATER_SHARE
         left = max(self.left_seconds, LEAST_SOLVE_SECONDS)
@@ -224,6 +230,7 @@ class Ledger:
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is asked too.
         self.of_least: tuple[Solver, ...] = (self.solver, MinCut())
         self._lowest: dict[tuple[int, int], Solution] = {}  # by `id`s of a graph and a solver
+        self._finished: set[tuple[int, int]] = set()  # `id`s of graphs, with allowances
 
     def beyond_nbytes(self, graph: Graph, budget: int, within_nbytes: float) -> int:
         """Return what compiled peaks of a variant are above predicted ones at about a budget, by plans for others; 0
@@ -300,15 +307,17 @@ class Ledger:
         alike = (each for each in self.compiled if each.graph.alike(graph))
         return [each for each in alike if self.is_lowest(each.solution, solver)]
 
-    def within(self, graph: Graph, allowance: int | None, solver: Solver | None = None) -> Solution:
-        """Return the solution within an allowance, None for the least memory. **Raises:** `SolverError`."""
+    def within(
+        self, graph: Graph, allowance: int | None, solver: Solver | None = None, *, begin: bool = False
+    ) -> Solution:
+        """Return the solution within an allowance, None for the least memory. **Raises:** `SolverError`.
+
+        **Arguments:** `begin` whether one that `finished` may improve is enough.
+        """
         solver = solver or self.solver
-        began = time.monotonic()
-        within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
-        seconds = self.effort.solving(self.time_limit)
-        with phase(f"solving {within}", kind="solve"):
-            solution = solver.solve(graph, allowance, time_limit=seconds)
-        self.seconds += time.monotonic() - began
+        solve = solver.begin if begin and isinstance(solver, Staged) else solver.solve
+        with self._solving(allowance):
+            solution = solve(graph, allowance, time_limit=self.effort.solving(self.time_limit))
         if not isinstance(solution, Solution):
             raise SolverError(
                 f"The solver {solver!r} returned a {type(solution).__name__}. "
@@ -317,6 +326,25 @@ class Ledger:
             )
         check(graph, solution.schedule)
         return self._never_worse(graph, allowance, solution) if solver is self.solver else solution
+
+    def finished(self, graph: Graph, allowance: int, begun: Solution) -> Solution:
+        """Return the solution of which the solver has begun."""
+        if not isinstance(self.solver, Staged) or (id(graph), allowance) in self._finished:
+            return begun  # or what was finished before, which is never worse
+        self._finished.add((id(graph), allowance))
+        with self._solving(allowance):
+            limit = self.effort.limit(self.time_limit)
+            solution = self.solver.finish(graph, allowance, begun, time_limit=limit)
+        check(graph, solution.schedule)
+        return self._never_worse(graph, allowance, solution)
+
+    @contextmanager
+    def _solving(self, allowance: int | None) -> Iterator[None]:
+        began = time.monotonic()
+        within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
+        with phase(f"solving {within}", kind="solve"):
+            yield
+        self.seconds += time.monotonic() - began
 
     def tried(self, graph: Graph, allowance: int) -> Solution | None:
         """Return the same; None where it needs more, or no solver answers: whoever asks can do without."""

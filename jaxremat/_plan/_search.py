@@ -340,25 +340,55 @@ class Search:
             if candidate.closed or faster:  # its least extra seconds are more than another's
                 continue
             if candidate.pending is None:
-                candidate.pending = self.ledger.within(candidate.graph, candidate.allowance)
+                candidate.pending = self.ledger.within(candidate.graph, candidate.allowance, begin=True)
+                candidate.finished = False
             candidate.order = self._rank(candidate.graph, candidate.pending, candidate.allowance)
-            tried = self.ledger.knows(candidate.graph, candidate.pending)
+            tried = self._tried(candidate)
             if candidate.order[0] == 0.0 and (tried or self._promises(candidate, best)):
                 known.append(candidate)
                 if not tried:
                     ready.append(candidate)
                     if candidate.order[1] <= cheap:
                         break
-        if not ready and best is None:
-            ready = [each for each in self.candidates if self._may_fit(each, budget, turn)]
-        return cheapest(ready, CHEAP / 2 * self.graph.step_seconds)
+        while (chosen := self._cheapest(ready)) is not None and not chosen.finished:
+            self._finish(chosen)
+            if self._tried(chosen) or not self._promises(chosen, best):
+                ready.remove(chosen)
+        if chosen is None and best is None:
+            chosen = self._cheapest([c for c in self.candidates if self._may_fit(c, budget, turn)])
+        return chosen
+
+    def _cheapest(self, ready: Sequence[Candidate]) -> Candidate | None:
+        """Return the candidate that is chosen of these, or one that is not finished and may be cheaper then."""
+        chosen = cheapest(ready, CHEAP / 2 * self.graph.step_seconds)
+        if chosen is None or not chosen.finished:
+            return chosen
+        most = chosen.expected[1]
+        cheaper = (
+            each for each in ready if each.open_seconds and each.expected[1] - each.open_seconds < most
+        )
+        return min(cheaper, key=lambda each: each.expected[1] - each.open_seconds, default=chosen)
+
+    def _finish(self, candidate: Candidate) -> None:
+        """Let the solver finish what it has begun."""
+        if candidate.pending is not None and not candidate.finished:
+            graph, allowance = candidate.graph, candidate.allowance
+            candidate.pending = self.ledger.finished(graph, allowance, candidate.pending)
+            candidate.order = self._rank(graph, candidate.pending, allowance)
+            candidate.finished = True
+
+    def _tried(self, candidate: Candidate) -> bool:
+        """Return whether what is pending was compiled, and cannot become something else."""
+        if candidate.pending is not None and self.ledger.knows(candidate.graph, candidate.pending):
+            self._finish(candidate)
+        return candidate.pending is not None and self.ledger.knows(candidate.graph, candidate.pending)
 
     def _may_fit(self, candidate: Candidate, budget: int, turn: int) -> bool:
         """Return whether the least memory of a candidate may fit, for all that was compiled; it is pending then."""
         graph = candidate.graph
         if id(graph) in self.ledger.failed or self.source.turn(graph) != turn:
             return False
-        candidate.pending = self.ledger.lowest(graph)
+        candidate.pending, candidate.finished = self.ledger.lowest(graph), True
         candidate.order = rank(graph, candidate.pending.schedule, None)
         beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
         fits = simulate(graph, candidate.pending.schedule).peak_nbytes + beyond <= budget
@@ -367,7 +397,11 @@ class Search:
     def _split_loop(self, known: Sequence[Candidate]) -> bool:
         """Make a variant with a loop in parts of the best of these candidates; return whether there is one."""
         best = min(known, key=lambda each: each.expected, default=None)
-        alike = [each for each in known if best and each.graph.alike(best.graph)]
+        if best is None or not self.source.may_split(best.graph):
+            return False
+        alike = [each for each in known if each.graph.alike(best.graph)]
+        for each in alike:
+            self._finish(each)
         solutions = [(each.graph, each.pending) for each in alike if each.pending is not None]
         return bool(self.source.split_loop(solutions, min((each.allowance for each in alike), default=0)))
 
@@ -404,7 +438,7 @@ class Search:
         """Return whether a candidate's pending solution is worth a compilation."""
         if best is None:
             return True
-        seconds = candidate.order[1]
+        seconds = candidate.order[1] - candidate.open_seconds
         if not candidate.compiled and best.seconds > 0 and candidate.graph.host is None:
             return seconds <= HOPE * best.seconds
         return candidate.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds

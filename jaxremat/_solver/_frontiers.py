@@ -1,5 +1,7 @@
 """Graph -> which stage each residual belongs to, and which residuals the stages hand to each other."""
 
+from itertools import pairwise
+
 from .._model._graph import Graph
 from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import rank
@@ -68,6 +70,7 @@ def holdable(graph: Graph) -> frozenset[tuple[int, int]]:
     return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))
 
 
-def repeats(schedule: Schedule) -> bool:
-    """Return whether some node is recomputed for two stages in a row, which holding its value would save."""
-    return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))
+def repeated_seconds(graph: Graph, schedule: Schedule) -> float:
+    """Return the seconds of what is recomputed for two stages in a row, which holding its value would save."""
+    rows = pairwise(schedule.recomputed)
+    return sum(graph.nodes[n].seconds for before, after in rows for n in set(before) & set(after))

@@ -55,3 +55,18 @@ class Solver(Protocol):
         a schedule fits, not the solver, and the least peak is asked for separately.
         """
         ...
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A solver whose last stage takes as long as the others, and rarely gains anything: `solve` is `begin`, and then
+    `finish` where there is a budget.
+    """
+
+    def begin(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        """Return a solution without the last stage."""
+        ...
+
+    def finish(self, graph: Graph, budget_nbytes: int, begun: Solution, *, time_limit: float) -> Solution:
+        """Return the same or a cheaper solution."""
+        ...

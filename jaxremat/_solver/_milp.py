@@ -34,7 +34,7 @@ from .._runtime._garbage import uncollected
 from .._runtime._progress import incumbent, note
 from ._blocks import Blocks
 from ._chen import Chen
-from ._frontiers import boundaries, hold, holdable, repeats
+from ._frontiers import boundaries, hold, holdable, repeated_seconds
 from ._greedy import Greedy
 from ._host_link import HostFirst, HostLink, only_needed
 from ._hull import Lagrangian
@@ -92,8 +92,15 @@ class Milp:
     variables: int = 1000
     threads: int = 1
 
-    @uncollected
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        found = self.begin(graph, budget_nbytes, time_limit=time_limit)
+        if budget_nbytes is None:
+            return found
+        return self.finish(graph, budget_nbytes, found, time_limit=time_limit)
+
+    @uncollected
+    def begin(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        """Return the solution without the integer programs that hold values; see `Staged`."""
         start = close_over_dependencies(graph, graph.residuals)
         free = not any(graph.values[v].saved_seconds for v in graph.residuals)
         if not graph.residuals or (
@@ -114,10 +121,22 @@ class Milp:
         if budget_nbytes is None:
             found = self._least(graph, start, time_limit)
         else:
-            found = self._within(graph, budget_nbytes, start, time_limit)
+            found = self._afresh(graph, budget_nbytes, start, time_limit)
             found = replace(found, schedule=only_needed(graph, found.schedule, budget_nbytes))
         bound = max(found.bound_seconds if found.fits else 0.0, graph.extra_seconds)
         return Solution(found.schedule, bound / (graph.step_seconds or 1.0), found.proven, "milp")
+
+    @uncollected
+    def finish(self, graph: Graph, budget_nbytes: int, begun: Solution, *, time_limit: float) -> Solution:
+        """Return the solution of these programs, which is never worse; see `Staged`."""
+        if len(graph.residuals) > MOST_RESIDUALS:
+            return begun
+        schedule = self._held(graph, budget_nbytes, begun.schedule, time_limit)
+        if schedule == begun.schedule:
+            return begun
+        schedule = only_needed(graph, schedule, budget_nbytes)
+        share = extra_seconds(graph, schedule) / (graph.step_seconds or 1.0)
+        return replace(begun, schedule=schedule, lower_bound=min(begun.lower_bound, share))
 
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
         """Return the schedule of least seconds + price x peak, and a bound on that; see `_hull.Priced`."""
@@ -131,24 +150,36 @@ class Milp:
         )
 
     def _within(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
-        """Return the cheapest schedule that fits: of those that recompute for each stage afresh, then with values
-        held.
+        """Return the cheapest schedule that fits."""
+        found = self._afresh(graph, budget_nbytes, start, time_limit)
+        return found.of(graph, self._held(graph, budget_nbytes, found.schedule, time_limit))
+
+    def _afresh(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
+        """Return the cheapest schedule that fits of those that recompute for each stage afresh, with such values held
+        as that is found to be better for; where none fits, of those with values held.
 
         Holding them reaches lower peaks and saves time, but weakens the relaxation: the bound is of the former.
         """
         found = _Model(graph, self).solve(budget_nbytes, start, time_limit)
-        few = len(pairs := holdable(graph)) <= FEW_HOLDABLE
-        if found.fits and (few or repeats(found.schedule)):
-            bound, known = found.bound_seconds, hold(graph, found.schedule, budget_nbytes)
-            for held in (known.kept, pairs) if few else (known.kept,):
-                model = _Model(graph, self, holding=True, held=held)
-                known = model.solve(budget_nbytes, known, HOLDING_SHARE * time_limit).schedule
-            return _Found(known, True, min(bound, extra_seconds(graph, known)), found.proven)
-        if found.proven and not found.fits:
+        if found.fits:
+            return found.of(graph, hold(graph, found.schedule, budget_nbytes))
+        if found.proven:
             found = _Model(graph, self, holding=True).solve(budget_nbytes, start, time_limit)
-        if found.proven and not found.fits and len(pairs) <= MOST_HOLDABLE:
+        if found.proven and not found.fits and len(pairs := holdable(graph)) <= MOST_HOLDABLE:
             found = _Model(graph, self, holding=True, held=pairs).solve(budget_nbytes, start, time_limit)
         return found
+
+    def _held(self, graph: Graph, budget_nbytes: int, known: Schedule, time_limit: float) -> Schedule:
+        """Return the cheapest schedule that fits, with values held, if a schedule that does is better for that."""
+        if rank(graph, known, budget_nbytes)[0] != 0 or extra_seconds(graph, known) <= graph.extra_seconds:
+            return known
+        few = len(pairs := holdable(graph)) <= FEW_HOLDABLE
+        if not (few or known.kept or repeated_seconds(graph, known)):
+            return known
+        for held in (known.kept, pairs) if few else (known.kept,):
+            model = _Model(graph, self, holding=True, held=held)
+            known = model.solve(budget_nbytes, known, HOLDING_SHARE * time_limit).schedule
+        return known
 
     def _least(self, graph: Graph, start: Schedule, time_limit: float) -> "_Found":
         """Return the schedule of least peak, and among those about as low the fastest."""
@@ -183,6 +214,11 @@ class _Found:
     fits: bool
     bound_seconds: float
     proven: bool
+
+    def of(self, graph: Graph, schedule: Schedule) -> "_Found":
+        """Return this with another schedule that takes no longer, which no bound may be above."""
+        bound = min(self.bound_seconds, extra_seconds(graph, schedule)) if self.fits else self.bound_seconds
+        return replace(self, schedule=schedule, bound_seconds=bound)
 
 
 @dataclass

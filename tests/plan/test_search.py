@@ -442,6 +442,38 @@ def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
     assert [each.allowance for each in search.candidates[2:]] == [budget, budget]
 
 
+@dataclass
+class InStages(Prefixes):
+    """Saves nothing at first, and what there is room for where it may `finish`."""
+
+    finished: list[int] = field(default_factory=list)
+
+    def begin(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        return super().solve(graph, None, time_limit=time_limit)
+
+    def finish(self, graph: Graph, budget_nbytes: int, begun: Solution, *, time_limit: float) -> Solution:
+        self.finished.append(graph.small_nbytes)
+        return super().solve(graph, budget_nbytes, time_limit=time_limit)
+
+
+@pytest.mark.parametrize(
+    ("more", "repeats", "finished"), [(3, False, [0]), (100, True, [0]), (3, True, [0, 1])]
+)
+def test_only_a_schedule_that_wins_or_may_win_is_finished(
+    more: float, repeats: bool, finished: list[int]
+) -> None:
+    """The second of two cuttings takes so many seconds more, and may save what stages in a row recompute."""
+    solver = InStages()
+    graph = replace(chain(12), step_seconds=1000.0)
+    graph = graph if repeats else replace(graph, stages=uncut(graph))
+    search = searching(graph, solver, compiled_dearly)
+    search.source.made = [replace(graph, small_nbytes=n, extra_seconds=n * more) for n in range(2)]
+    chosen = search._next(peak_of(graph) + 4 * UNIT)
+    assert chosen is not None and chosen is search.candidates[0]
+    assert chosen.pending is not None and chosen.pending.schedule.saved
+    assert solver.finished == finished
+
+
 class Starved(Prefixes):
     """Has no time left for more than what recomputes all, but at first."""
 
