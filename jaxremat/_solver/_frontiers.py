@@ -49,13 +49,15 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
     """
     best, best_rank = schedule, rank(graph, schedule, budget_nbytes)
     repeated = [
-        (graph.nodes[n].seconds, v, k)
+        (graph.nodes[n].seconds, v, k, n)
         for k in range(1, len(graph.stages))
         for n in set(schedule.recomputed[k - 1]).intersection(schedule.recomputed[k])
         for v in graph.nodes[n].outputs
         if v not in schedule.saved and graph.values[v].materialised
     ]
-    for _, v, k in sorted(repeated, reverse=True)[:MOST_HELD]:
+    for _, v, k, n in sorted(repeated, reverse=True)[:MOST_HELD]:
+        if n not in best.recomputed[k]:  # nothing reads it there any more
+            continue
         tried = close_over_dependencies(graph, schedule.saved, best.kept | {(v, k)}, schedule.away)
         tried_rank = rank(graph, tried, budget_nbytes)
         if tried_rank < best_rank:

@@ -149,11 +149,6 @@ class Milp:
             found.schedule, found.bound_seconds / (graph.step_seconds or 1.0), found.proven, "milp"
         )
 
-    def _within(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
-        """Return the cheapest schedule that fits."""
-        found = self._afresh(graph, budget_nbytes, start, time_limit)
-        return found.of(graph, self._held(graph, budget_nbytes, found.schedule, time_limit))
-
     def _afresh(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
         """Return the cheapest schedule that fits of those that recompute for each stage afresh, with such values held
         as that is found to be better for; where none fits, of those with values held.
@@ -196,16 +191,17 @@ class Milp:
             solvers: tuple[Solver, ...] = (MinCut(), HostFirst()) if graph.host else (MinCut(),)
             known = [s.solve(graph, budget, time_limit=time_limit / 8).schedule for s in solvers]
             start = min((found.schedule, *known), key=lambda schedule: rank(graph, schedule, budget))
-            found, high = self._within(graph, budget, start, time_limit / 4), slack
+            found, high = self._afresh(graph, budget, start, time_limit / 4), slack
             if extra_seconds(graph, found.schedule) <= most:
                 break
             low = slack
         while low and high - low > LEAST_STEP:
             slack = (low + high) / 2
-            nearer = self._within(graph, peak + int(slack * plain), found.schedule, time_limit / 8)
+            nearer = self._afresh(graph, peak + int(slack * plain), found.schedule, time_limit / 8)
             fits = nearer.fits and extra_seconds(graph, nearer.schedule) <= most
             found, low, high = (nearer, low, slack) if fits else (found, slack, high)
-        return found
+        budget = peak + int(high * plain)
+        return found.of(graph, self._held(graph, budget, found.schedule, time_limit / 4))
 
 
 @dataclass(frozen=True)
