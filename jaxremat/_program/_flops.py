@@ -7,6 +7,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from .._model._device_specs import DeviceSpec
+from . import _compat
 from ._compat import AbstractValue, DType, shaped
 from ._primitives import inner_jaxprs, is_light, is_threefry, is_write, on_host
 
@@ -30,6 +31,17 @@ def array_nbytes(aval: AbstractValue) -> int:
     if shape is None or dtype is None:
         return 0
     return math.ceil(math.prod(shape) * _item_nbytes(dtype))
+
+
+def branch_nbytes(eqn: jex.JaxprEqn) -> int:
+    """Return the bytes that the largest branch of a choice makes and keeps to itself; 0 of any other equation."""
+    branches = inner_jaxprs(eqn) if eqn.primitive.name == "cond" else ()
+
+    def inner(branch: jex.Jaxpr) -> int:
+        made = {v for each in branch.eqns for v in each.outvars}.difference(_compat.variables(branch.outvars))
+        return sum(aval_nbytes(v.aval) for v in made) + sum(map(branch_nbytes, branch.eqns))
+
+    return max(map(inner, branches), default=0)
 
 
 @cache

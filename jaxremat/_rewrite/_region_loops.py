@@ -18,6 +18,7 @@ it may be computed again by a loop that computes both again.
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -285,95 +286,108 @@ def _with_repeated(
 
     **Arguments:** `small` the share of the largest value that is handed on instead.
     """
-    eqns, stage = program.eqns, {i: n for n, own in enumerate(stages) for i in own}
-    room = max(aval_nbytes(v.aval) for i in stage for v in eqns[i].outvars)
-    small *= room
-    once = program.of_one_run - program.of_a_run.keys()
-    wanted = {
-        v
-        for i in stage
-        for v in eqns[i].outvars
-        if v in program.returned or any(j not in stage for j in program.readers.get(v, ()))
-    }
+    loops = _Handing(program, component, stages, small)
+    decided: set[int] = set()
+    found = loops.built(decided)
+    while more := loops.decided_twice(found) - decided:
+        decided |= more
+        found = loops.built(decided)
+    again = sum(_flops(program, loop.keys() - own) for loop, own in zip(found, stages, strict=True))
+    return found, again
 
-    def members_of(
-        number: int, handed: Collection[int], wanted: set[jex.Var], room: int
-    ) -> tuple[set[int], int]:
-        """Return the equations of a stage's loop, and what may be handed on besides. Adds to what is `wanted`."""
-        members: set[int] = set()
-        waiting = [i for i in stages[number] if not wanted.isdisjoint(eqns[i].outvars)]
+
+class _Handing:
+    """The loops of stages, by what each hands on to those behind it and what these compute once more instead."""
+
+    def __init__(
+        self, program: Readers, component: Component, stages: Sequence[Sequence[int]], small: float
+    ) -> None:
+        self.program, self.component, self.stages = program, component, stages
+        self.stage = {i: n for n, own in enumerate(stages) for i in own}
+        self.room = max(aval_nbytes(v.aval) for i in self.stage for v in program.eqns[i].outvars)
+        self.small = small * self.room
+        self.once = program.of_one_run - program.of_a_run.keys()
+        self.wanted = {
+            v
+            for i in self.stage
+            for v in program.eqns[i].outvars
+            if v in program.returned or any(j not in self.stage for j in program.readers.get(v, ()))
+        }
+        """What something besides the loops reads."""
+
+    def built(self, decided: Collection[int]) -> list[Loop]:
+        """Return the loops where these decisions are handed on besides."""
+        found: list[Loop] = []
+        needed, left = self.wanted, self.room
+        for number in reversed(range(len(self.stages))):
+            handed = {*decided}
+            members, known, after = self._members(number, handed, needed, left)
+            while more := {*self._torn(number, members)} - handed:
+                handed |= more
+                members, known, after = self._members(number, handed, needed, left)
+            needed, left = known, after
+            found.append({i: self.component.rules[i] for i in sorted(members)})
+        return found[::-1]
+
+    def _members(
+        self, number: int, handed: Collection[int], needed: Collection[jex.Var], room: int
+    ) -> tuple[set[int], set[jex.Var], int]:
+        """Return the equations of a stage's loop, what later loops and it need of others, and how many bytes may be
+        handed on besides.
+        """
+        program, rules, stage = self.program, self.component.rules, self.stage
+        wanted, members = {*needed}, set[int]()
+        waiting = [i for i in self.stages[number] if not wanted.isdisjoint(program.eqns[i].outvars)]
         while waiting:
             i = waiting.pop()
             if i in members:
                 continue
             members.add(i)
-            for a in _compat.variables(eqns[i].invars):
+            for a in _compat.variables(program.eqns[i].invars):
                 j = program.maker.get(a, -1)
-                if j in component.rules and component.rules[j].copied:
+                if j in rules and rules[j].copied:
                     waiting.append(j)
                 elif stage.get(j, number) == number:
                     waiting += [j] if j in stage else []
-                elif a not in wanted and component.dimension[a] is not None:
-                    if j in handed or j in once:
+                elif a not in wanted and self.component.dimension[a] is not None:
+                    if j in handed or j in self.once:
                         wanted.add(a)
-                    elif (nbytes := aval_nbytes(a.aval)) <= min(small, room) and not _compat.is_key(a):
+                    elif (nbytes := aval_nbytes(a.aval)) <= min(self.small, room) and not _compat.is_key(a):
                         room -= nbytes
                         wanted.add(a)
                     else:
                         waiting.append(j)
                 else:
                     wanted.add(a)
-        return members, room
+        return members, wanted, room
 
-    def torn(number: int, members: set[int]) -> Iterator[int]:
+    def _torn(self, number: int, members: set[int]) -> Iterator[int]:
         """Yield what a loop may not compute again: decisions of which one side is not, or that side's operands; or
         beside which it reads another about the same value, as `a == max(a, b)` beside `b == max(a, b)`.
         """
-        read = {program.maker.get(a, -1) for i in members for a in _compat.variables(eqns[i].invars)}
-        earlier = program.of_a_run.keys() & read - members
-        about = {a for j in earlier for a in _compat.variables(eqns[j].invars)}
+        program, stage = self.program, self.stage
+        read = {program.maker.get(a, -1) for i in members for a in self._operands(i)}
+        about = {a for j in program.of_a_run.keys() & read - members for a in self._operands(j)}
         for i in program.of_a_run.keys() & members:
             shared, between = program.of_a_run[i]
-            if stage[i] < number and not about.isdisjoint(_compat.variables(eqns[i].invars)):
+            if stage[i] < number and not about.isdisjoint(self._operands(i)):
                 yield i
             if not between <= members:
-                yield from (
-                    j for j in (shared if stage[i] == number else (i,)) if stage.get(j, number) < number
-                )
+                own = shared if stage[i] == number else (i,)
+                yield from (j for j in own if stage.get(j, number) < number)
 
-    def built(decided: Collection[int]) -> list[Loop]:
-        """Return the loops, the last first, where these decisions are handed on besides."""
-        found: list[Loop] = []
-        needed, left = wanted, room
-        for number in reversed(range(len(stages))):
-            handed = {*decided}
-            members, after = members_of(number, handed, known := set(needed), left)
-            while more := set(torn(number, members)) - handed:
-                handed |= more
-                members, after = members_of(number, handed, known := set(needed), left)
-            needed, left = known, after
-            found.append({i: component.rules[i] for i in sorted(members)})
-        return found
-
-    def decided_twice(loops: Sequence[Loop]) -> set[int]:
+    def decided_twice(self, loops: Sequence[Loop]) -> set[int]:
         """Return the decisions about values that several of the loops decide about, each by numbers of its own run:
         what one makes of its decision and what another makes of theirs do not add up.
         """
-        about: dict[jex.Var, set[int]] = {}
-        for n, loop in enumerate(loops):
-            for i in program.of_a_run.keys() & loop.keys():
-                for a in _compat.variables(eqns[i].invars):
-                    about.setdefault(a, set()).add(n)
-        split = {a for a, among in about.items() if len(among) > 1}
-        return {i for i in program.of_a_run if not split.isdisjoint(_compat.variables(eqns[i].invars))}
+        of_a_run = self.program.of_a_run
+        decided = ({a for i in of_a_run.keys() & loop.keys() for a in self._operands(i)} for loop in loops)
+        about = Counter(itertools.chain.from_iterable(decided))
+        split = {a for a, count in about.items() if count > 1}
+        return {i for i in of_a_run if not split.isdisjoint(self._operands(i))}
 
-    once_only: set[int] = set()
-    found = built(once_only)
-    while more := decided_twice(found) - once_only:
-        once_only |= more
-        found = built(once_only)
-    again = sum(_flops(program, loop.keys() - own) for loop, own in zip(found, stages[::-1], strict=True))
-    return found[::-1], again
+    def _operands(self, i: int) -> list[jex.Var]:
+        return _compat.variables(self.program.eqns[i].invars)
 
 
 def _flops(program: Readers, indices: Collection[int]) -> float:

@@ -36,8 +36,8 @@ from .._program._axes import (
     sum_type,
 )
 from .._program._compat import shaped
-from .._program._flops import alone_seconds, aval_nbytes, eqn_flops
-from .._program._primitives import contracts, inner_jaxprs, is_draw, is_fusion_root, is_relabelling, runs_once
+from .._program._flops import alone_seconds, aval_nbytes, branch_nbytes, eqn_flops
+from .._program._primitives import contracts, is_draw, is_fusion_root, is_relabelling, runs_once
 from .._program._windows import WindowRule, windows
 from ._halos import in_parts
 from ._program_readers import Readers
@@ -48,9 +48,8 @@ LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
 
 LEAST_NBYTES = 1 << 19
-"""It keeps no less than this to itself. Whether more is worth a loop, its price says: layers that keep 1 to 2 MB run in
-two chunks in less time than with recomputation. In a step of 450 KiB of temporaries the model gives chunks 12 % and
-recomputation 19 %, but by the compiled kernels they take 20 % and 19 %."""
+"""It keeps no less than this to itself. Whether more is worth a loop, its price says. In a step of 450 KiB of
+temporaries the model gives chunks 12 % and recomputation 19 %, but by the compiled kernels they take 20 % and 19 %."""
 
 AT_ONCE = 8
 """One that is most of a step keeps so many times that, for no more than such a share of it is in memory at once."""
@@ -309,7 +308,7 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
     leaves = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
     inner = made - leaves
     read = {a for i in first for a in _compat.variables(eqns[i].invars)} - made
-    inner_nbytes = sum(aval_nbytes(a.aval) for a in inner) + sum(_branch_nbytes(eqns[i]) for i in first)
+    inner_nbytes = sum(map(_nbytes, inner)) + sum(branch_nbytes(eqns[i]) for i in first)
     if inner_nbytes < (AT_ONCE if whole else 1) * LEAST_NBYTES:
         return None
     most = max(first, key=lambda i: max(aval_nbytes(v.aval) for v in eqns[i].outvars))
@@ -331,17 +330,6 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
             eqns[i] for number, loop in enumerate(loops) for i in loop if first.get(i, number) != number
         ),
     )
-
-
-def _branch_nbytes(eqn: jex.JaxprEqn) -> int:
-    """Return the bytes that the largest branch of a choice makes and keeps to itself; 0 of any other equation."""
-    branches = inner_jaxprs(eqn) if eqn.primitive.name == "cond" else ()
-
-    def inner(branch: jex.Jaxpr) -> int:
-        made = {v for each in branch.eqns for v in each.outvars}.difference(_compat.variables(branch.outvars))
-        return sum(map(_nbytes, made)) + sum(map(_branch_nbytes, branch.eqns))
-
-    return max(map(inner, branches), default=0)
 
 
 class Grower:

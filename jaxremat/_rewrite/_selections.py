@@ -102,14 +102,21 @@ def _selected_itself(eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int],
     `a == a.max()`: kernels that read that very operand agree, and need nothing of what it is made of.
     """
     for one, other in permutations(_compat.variables(eqns[i].invars), 2):
-        while other in maker and eqns[maker[other]].primitive.name in (
-            "broadcast_in_dim",
-            "reshape",
-            "squeeze",
-        ):
-            (other,) = _compat.variables(eqns[maker[other]].invars)
-        if other in maker and eqns[maker[other]].primitive.name in CHOICES:
-            choice = eqns[maker[other]]
-            if one in maker and any(one is a for a in choice.invars) and is_pointwise(eqns[maker[one]]):
-                return {maker[one]}
+        choice = _moved_from(eqns, maker, other)
+        if choice is None or choice.primitive.name not in CHOICES or one not in maker:
+            continue
+        if any(one is a for a in choice.invars) and is_pointwise(eqns[maker[one]]):
+            return {maker[one]}
     return set()
+
+
+def _moved_from(
+    eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int], v: jex.Var
+) -> jex.JaxprEqn | None:
+    """Return what made the entries of a variable that has them in another shape; None where they are an argument's."""
+    while v in maker and eqns[maker[v]].primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
+        moved = _compat.variables(eqns[maker[v]].invars)
+        if len(moved) != 1:  # a constant
+            return None
+        (v,) = moved
+    return eqns[maker[v]] if v in maker else None

@@ -185,7 +185,7 @@ def test_an_interrupted_sweep_goes_on(
 ) -> None:
     """What was solved before is not solved again, and the result is that of the sweep in one go."""
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    own, budgets = Milp.solve, []
+    own, budgets = Milp.begin, []
 
     def solve(self: Milp, graph: Any, budget_nbytes: int | None, *, time_limit: float) -> Any:
         budgets.append(budget_nbytes)
@@ -194,7 +194,7 @@ def test_an_interrupted_sweep_goes_on(
         return own(self, graph, budget_nbytes, time_limit=time_limit)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Milp, "solve", solve)
+        patch.setattr(Milp, "begin", solve)
         swept()
     done = {path.name.split("-", 1)[1] for path in (tmp_path / "sweeps").iterdir()}
     assert {"plain.json", "least.json"} < done and any(name.startswith("hull-") for name in done)
@@ -206,7 +206,7 @@ def test_an_interrupted_sweep_goes_on(
         budgets.append(budget_nbytes)
         return own(self, graph, budget_nbytes, time_limit=time_limit)
 
-    monkeypatch.setattr(Milp, "solve", rest)
+    monkeypatch.setattr(Milp, "begin", rest)
     again = swept()
     assert budgets and None not in budgets and not priced
     for p, q in zip(frontier, again, strict=True):

@@ -34,7 +34,8 @@ class Log:
 
     def begin(self, name: str, total: int | None) -> str:
         self.begun.append(name)
-        self.totals[name] = total
+        if total or name not in self.totals:  # phases of one name are counted together
+            self.totals[name] = (self.totals.get(name) or 0) + total if total else None
         return name
 
     def update(self, task: str, parts: int, note: str | None) -> None:
