@@ -161,9 +161,8 @@ def lower(
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
     in_memory |= {v for i in cotangents for v in nodes[i].outputs}
-    in_memory |= {
-        v for node, eqn in zip(nodes, jaxpr.eqns, strict=True) if is_marked(eqn) for v in node.outputs
-    }
+    marked = (node for node, eqn in zip(nodes, jaxpr.eqns, strict=True) if is_marked(eqn) and better(eqn))
+    in_memory |= {v for node in marked for v in node.outputs}
     if not fuses_reductions:
         small = INDEX_SHARE * sum(values[v].nbytes for v in in_memory)
         in_memory |= _with_index_arrays(jaxpr.eqns, nodes, values, index, small)

@@ -198,6 +198,12 @@ def of_two(found: Found) -> int:
     return _of_two(counted(found.graph), found.solution)
 
 
+def overhead(found: Found, plain_seconds: float) -> float:
+    """Return what both passes take longer than those of the plain function, as a share of these."""
+    seconds = found.graph.step_seconds + found.profile.extra_seconds
+    return (seconds - plain_seconds) / (plain_seconds or 1.0)
+
+
 def as_plan(
     joint: Joint, found: Found, parts: tuple[LoopForm, ...], plain_nbytes: int, plain_seconds: float
 ) -> HeldPlan:
@@ -213,7 +219,7 @@ def as_plan(
         budget_nbytes=found.budget_nbytes,
         held_nbytes=found.profile.peak_nbytes,
         plain_nbytes=plain_nbytes,
-        overhead=(graph.step_seconds + found.profile.extra_seconds - plain_seconds) / (plain_seconds or 1.0),
+        overhead=overhead(found, plain_seconds),
         solver=found.solution.solver,
         stage_count=len(graph.stages),
         actions=actions(replace(graph, nodes=nodes, values=values), found.solution.schedule),
@@ -273,11 +279,6 @@ class Way:
     def seconds(self) -> float:
         """What both passes take by the model."""
         return self.found.graph.step_seconds + self.found.profile.extra_seconds
-
-    @property
-    def overhead(self) -> float:
-        """What they take longer than those of the plain function, as a share of that."""
-        return self.seconds / (self.plain_seconds or 1.0) - 1
 
     @property
     def forms(self) -> tuple[LoopForm, ...]:
@@ -347,7 +348,7 @@ def best_way(
     if not ways:
         raise min(refused, key=lambda error: error.min_peak_nbytes)
     # What a loop's small kernels cost is known of the ways that were planned.
-    affordable = [way for way in ways if way[1].overhead <= MOST_OVERHEAD]
+    affordable = [way for way in ways if overhead(way[1].found, way[1].plain_seconds) <= MOST_OVERHEAD]
     ways = affordable or ways
     if least:
         enough = min(of_two(way.found) for _, way in ways) + LEAST_SLACK * plain_nbytes
