@@ -118,7 +118,6 @@ MECHANISMS = (
     ),
     Mechanism("loops with nested checkpointing", in_plan=choices(LOOP, nested)),
     Mechanism("loops with nested checkpointing, absorbed updates", in_plan=choices(LOOP)),
-    Mechanism("loops in parts", in_plan=choices(LOOP, lambda lengths: any(n < 0 for n in lengths[1:]))),
     Mechanism("pairs of loops in loops inlined", in_plan=choices(INNER)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
     Mechanism("masks of results", passes=("masks",)),

@@ -3,7 +3,7 @@
     python -m examples.benchmarks.joint "gpt of 4 layers" resnet50 --target h100 --save
 
 *Recomputing alone* leaves the step as it is written (`allow=()`, loops as they are). *Forms alone* recompute nothing:
-rows and microbatches in chunks, loops with nested checkpointing and parts, with all saved that is left. *One after the
+rows and microbatches in chunks, loops with nested checkpointing, with all saved that is left. *One after the
 other* takes the form that those choose (of least memory, where none of them fits) and recomputes within it. *Together*
 is what jaxremat does. Overheads are by a roofline of the compiled programs, against the step as it is written; budgets
 are shares of its temporaries.
@@ -36,7 +36,7 @@ RECOMPUTING, FORMS, IN_TURN, TOGETHER = WAYS
 @contextmanager
 def recomputing() -> Iterator[dict[str, Any]]:
     """The options of plans that leave the step as it is written."""
-    with switched_off("loops with nested checkpointing, absorbed updates", "loops in parts"):
+    with switched_off("loops with nested checkpointing, absorbed updates"):
         yield {"allow": ()}
 
 
@@ -58,7 +58,7 @@ def within(variant: Variant) -> Iterator[dict[str, Any]]:
             source.made = source.make(variant)
         source.end()
 
-    with switched_off("loops in parts"), patch.object(CandidateSource, "__post_init__", begin_with):
+    with patch.object(CandidateSource, "__post_init__", begin_with):
         yield {}
 
 

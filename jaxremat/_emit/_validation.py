@@ -25,7 +25,7 @@ UNPROVED = {
     COPIES: "values in fewer bits",
     INNER: "loops within loops inlined",
     INSIDE: "work in chunks of rows or in microbatches",
-    LOOP: "loops with nested checkpointing or parts",
+    LOOP: "loops with nested checkpointing",
     REVERSED: "reversible blocks",
     ROWS: "work in chunks of rows or in microbatches",
 }

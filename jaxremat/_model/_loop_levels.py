@@ -9,18 +9,14 @@ carries in memory at once, for `d - 1` more runs of its forward pass: about `d *
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
 
 A loop with nested checkpointing absorbs the updates of what it stacks (see `_optimizer_in_backward`): one of a single
-level does nothing else, or, if that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with
-a plan of its own. The rest may be divided again: negative numbers behind the levels are lengths of more parts.
-
-The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
-saving it needs no more memory than that; it is a part of its own.
+level, of all its iterations, does nothing else.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
-from math import ceil, prod
+from math import prod
 from typing import ClassVar
 
 from .._runtime._mechanisms import mechanism
@@ -45,25 +41,19 @@ def deep(form: Variant) -> bool:
     return any(map(nested, form.settings(LOOP).values()))
 
 
-def nested(lengths: Sequence[int]) -> bool:
-    """Return whether a loop of these levels and parts has more than one level."""
-    return len(lengths) > 1 and lengths[1] > 0
+def nested(levels: Sequence[int]) -> bool:
+    """Return whether a loop of these levels has more than one."""
+    return len(levels) > 1
 
 
-def parts(length: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return lengths by level of a loop, and those of the parts behind it: what is left is one more."""
-    levels = tuple(n for n in lengths if n > 0)
-    behind = tuple(-n for n in lengths if n < 0)
-    rest = length - prod(levels) - sum(behind)
-    return levels, (*behind, rest) if rest else behind
+def may_have(length: int, levels: Sequence[int]) -> bool:
+    """Return whether a loop may be in these levels: one of all its iterations, or several."""
+    return tuple(levels) == (length,) or (nested(levels) and min(levels) > 1 and prod(levels) <= length)
 
 
-def carries(length: int, lengths: Sequence[int]) -> int:
+def carries(length: int, levels: Sequence[int]) -> int:
     """Return how many carries are in memory at once."""
-    if not lengths:
-        return length
-    levels, behind = parts(length, lengths)
-    return max(levels[0] + sum(behind), sum(levels))
+    return max(levels[0] + length - prod(levels), sum(levels)) if levels else length
 
 
 @mechanism("loops with nested checkpointing", off=lambda _: ((),))
@@ -96,16 +86,14 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Loops:
-    """The pairs of loops of a step, those outside of other loops, as `Sites`: any levels and parts have an estimate.
+    """The pairs of loops of a step, those outside of other loops, as `Sites`: any levels have an estimate.
 
-    **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be several;
-    `carried_nbytes` of an iteration; `forward_seconds` of all; `absorbing` what that saves and the seconds that it
-    takes, 0 bytes where it is nothing.
+    **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `carried_nbytes` of an iteration;
+    `forward_seconds` of all; `absorbing` what that saves and the seconds that it takes, 0 bytes where it is nothing.
     """
 
     lengths: tuple[int, ...]
     choices: tuple[tuple[tuple[int, ...], ...], ...]
-    divisible: tuple[bool, ...]
     carried_nbytes: tuple[int, ...]
     forward_seconds: tuple[float, ...]
     absorbing: tuple[tuple[int, float], ...]
@@ -140,20 +128,18 @@ class Loops:
             choices=tuple(
                 choices(length) if able else ((),) for length, able in zip(lengths, deep, strict=True)
             ),
-            divisible=tuple(able and length > 3 for length, able in zip(lengths, cuttable, strict=True)),
             carried_nbytes=tuple(nbytes),
             forward_seconds=tuple(seconds),
             absorbing=tuple(absorbing or [(0, 0.0)] * len(place)),
         )
 
     def estimate(self, choice: Choice) -> Estimate:
-        """Return what a pair in these levels and parts saves of carries, for running its forward pass again."""
+        """Return what a pair in these levels saves of carries, for running its forward pass again."""
         _, site, setting = choice
         length = self.lengths[site]
         fewer = (length - carries(length, setting)) * self.carried_nbytes[site]
         less_nbytes, more_seconds = self.absorbing[site]
-        levels, _ = parts(length, setting)
-        again = (len(levels) - 1) * prod(levels) / length
+        again = (len(setting) - 1) * prod(setting) / length
         return Estimate(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
 
     @mechanism("loops with nested checkpointing, absorbed updates", off=lambda _: [])
@@ -183,20 +169,3 @@ class Loops:
             if not saving:
                 return found
             depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
-
-    def unsplit(self, variant: Variant) -> bool:
-        """Return whether no pair is with nested checkpointing or in parts."""
-        return all(setting == (self.lengths[pair],) for pair, setting in variant.settings(LOOP).items())
-
-    def split(self, pair: int, share: float) -> list[Choice]:
-        """Return the pair as several, the first of which has about this share of its iterations: with the last
-        iteration apart, which counts for the share, and without, where that leaves several; none where it may not be.
-        """
-        if not self.divisible[pair]:
-            return []
-        length = self.lengths[pair]
-        first = max(ceil(share * length), 3)
-        # Two parts of one iteration each would be one piece of code for the compiler.
-        found = [(first - 1, first - length) if first < length - 1 else (length - 1,)]
-        found += [(first,)] if first < length - 1 else []
-        return [Choice(LOOP, pair, lengths) for lengths in found]

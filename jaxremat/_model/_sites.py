@@ -224,7 +224,3 @@ class Variants:
     def is_inexact(self, variant: Variant) -> bool:
         """Return whether any choice of a variant changes numbers."""
         return any(not sites.exact and variant.settings(sites.rule) for sites in self.others)
-
-    def split(self, variant: Variant, pair: int, share: float) -> list[Variant]:
-        """Return the variants with this pair of loops in parts, see `Loops.split`."""
-        return [variant.also(choice) for choice in self.loops.split(pair, share)]

@@ -12,7 +12,7 @@ LOOP, ROWS, COPIES, INNER, ATTENTION, REVERSED = "loop", "rows", "copies", "inne
 INSIDE = "inside"
 """Names of the rules, with the settings that each gives to its sites:
 
-- `LOOP`, a pair of loops: its lengths by level and those of its parts (see `_loop_levels`);
+- `LOOP`, a pair of loops: its lengths by level (see `_loop_levels`);
 - `ROWS`, a region of rows: the number of chunks;
 - `INSIDE`, a region of rows of the program in which most of the step is in microbatches: the number of chunks;
 - `COPIES`, all values together: the codes of the encodings that they may be kept in;

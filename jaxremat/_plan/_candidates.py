@@ -1,39 +1,30 @@
 """Variants of a step -> the `Candidate`s that compete: each is a graph of a variant, cut into stages.
 
-A deeper variant is made when no other promises to fit for less than running the forward passes that it repeats, one
-with a loop in parts where that promises to save a good deal of the time. Where it is known which values a variant has
-in parts, a sketch (the plain graph with these values small) says first whether it is worth a graph of its own.
+A deeper variant is made when no other promises to fit for less than running the forward passes that it repeats. Where
+it is known which values a variant has in parts, a sketch (the plain graph with these values small) says first whether
+it is worth a graph of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
-from math import ceil
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from .._model._graph import Graph
-from .._model._host_copies import HostMemory
 from .._model._loop_levels import deep
 from .._model._schedule import Schedule, close_over_dependencies, save_all
-from .._model._simulate import extra_seconds, simulate
+from .._model._simulate import simulate
 from .._model._sites import Variants
 from .._model._stages import cuttings
 from .._model._variant import ROWS, Variant
-from .._runtime._mechanisms import mechanism
-from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver
 from .._solver._frontiers import repeated_seconds
-from .._solver._hull import Priced, edge
 from ._ledger import CompiledCandidate
 
 CHEAP = 0.002
 """A plan of at most this overhead is not worth another round, nor is a gain of half of it: a thousandth of a day's
 training is 86 s, about what another compilation of a large step takes."""
-
-UNEVEN = 0.003
-"""A loop is split where that promises to save this share of the step's time: more than `CHEAP`, because a part is one
-more pair of loops to compile."""
 
 EXACTLY, INEXACTLY, HOST = range(3)
 """The turns in which variants are looked at, so that what may round, or needs a host, makes nothing worse."""
@@ -53,14 +44,6 @@ that finds 0.04, in GPT of 4 layers within a third of its temporaries with its l
 SKETCH_SLACK = 0.1
 """A sketch may need so much more than the variant, as a share of the plain step's temporaries: with its loss in 2
 chunks that GPT fits a fifth of them, and its sketch needs 5 % more."""
-
-TIME_SHARE = 0.25
-"""Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
-loop is split, so that looking for one may not take longer than the solves that find plans."""
-
-MULTIPLES = (1, 2, 4)
-"""How many iterations may have the larger schedule, or one between the two: so many times those that the edge has. Of
-what few iterations leave over, twice or four times as many that save less may have a use."""
 
 
 class Space(Protocol):
@@ -91,8 +74,7 @@ class CandidateSource:
 
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
     far; the variants `left`, by whether they change numbers, those of most of the step by themselves, whose graphs
-    take longest to make; those that were looked at for what splitting a loop would gain (`looked_at`, with host memory
-    that they had); `plain_nbytes` the least that the plain step needs, once it does not fit; variants in fewer
+    take longest to make; `plain_nbytes` the least that the plain step needs, once it does not fit; variants in fewer
     microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; by variant and room in
     bytes whether what was `sketched` fits, and what it costs.
     """
@@ -101,7 +83,6 @@ class CandidateSource:
     solver: Solver
     time_limit: float
     temporaries_nbytes: int
-    looked_at: set[tuple[Variant, HostMemory | None]] = field(default_factory=set)
     plain_nbytes: int = 0
     shallower: list[Variant] = field(default_factory=list)
     sketched: dict[tuple[Variant, int], tuple[bool, float] | None] = field(default_factory=dict)
@@ -226,31 +207,6 @@ class CandidateSource:
                 found = profile.peak_nbytes <= room, profile.extra_seconds - sketch.extra_seconds
             self.sketched[variant, room] = found
         return self.sketched[variant, room]
-
-    def may_split(self, graph: Graph) -> bool:
-        """Return whether the variant of a graph has loops to split, and was not looked at for that."""
-        unseen = (graph.form, graph.host) not in self.looked_at
-        return unseen and bool(graph.pairs) and self.variants.loops.unsplit(graph.form)
-
-    @mechanism("loops in parts", off=lambda *_: [])
-    def split_loop(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
-        """Add the graphs of a variant with one of its loops in parts, and return them, if the best of these solutions
-        of its graphs, which fit, is a good deal slower than such a variant promises to be. None is looked at twice.
-        """
-        if not solutions or not self.may_split(solutions[0][0]):
-            return []
-        seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
-        variant, host = solutions[0][0].form, solutions[0][0].host
-        if seconds <= self.cheap_seconds:
-            return []
-        self.looked_at.add((variant, host))
-        with phase("looking for a loop to split", kind="solve"):
-            looked = (best_split(*each, allowance, self.solver, self.time_limit) for each in solutions)
-            found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
-        if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
-            return []
-        split = self.variants.split(variant, found.pair, found.share)
-        return [graph for each in split for graph in self.make(each)]
 
     def make_lowest(self, most_seconds: float) -> None:
         """Add the graphs of the variants that may need the least memory at an affordable overhead, of all that are not
@@ -398,79 +354,3 @@ def next_allowance(compiled: Sequence[CompiledCandidate], budget: int) -> int:
     in_a_row = sum(1 for _ in takewhile(lambda each: each.peak_nbytes > budget, reversed(compiled)))
     share /= 2 ** max(in_a_row - 1, 0)
     return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
-
-
-class LoopSplit(NamedTuple):
-    """**Fields:** `pair` the number of the loop among the graph's pairs; `share` of its iterations that have the
-    smaller schedule; `seconds` that the step then takes longer than the plain one, if its memory is linear in between
-    and the last iteration recomputes nothing.
-    """
-
-    pair: int
-    share: float
-    seconds: float
-
-
-def best_split(
-    graph: Graph, solution: Solution, budget_nbytes: int, solver: Solver, time_limit: float
-) -> LoopSplit | None:
-    """Return what a step may gain by treating iterations of one loop in two ways; None where it is nothing.
-
-    All iterations of a loop have one schedule, so that what it saves jumps by a value of every iteration at once, and a
-    budget between two schedules is not used up. As two loops (see `_loop_levels`), one takes the cheaper schedule and
-    the other the smaller one: seconds and bytes lie on the line between the two, which are the ends of an edge of the
-    convex hull of memory against time (`_solver._hull`). The iteration that the backward pass comes to first needs no
-    memory to save what it would recompute at once: it is a part of its own, and that saves what it would take to
-    recompute it.
-
-    **Arguments:** `solution` within the budget.
-    """
-    if not graph.pairs:
-        return None
-    now = extra_seconds(graph, solution.schedule)
-    again = [_again(graph, solution.schedule, loop) / graph.loop_lengths[loop] for loop in graph.pairs]
-    pair = max(range(len(again)), key=again.__getitem__)
-    whole = LoopSplit(pair, 1.0, now - again[pair]) if again[pair] > 0 else None
-    priced = solver if isinstance(solver, Priced) else MinCut()
-    ends = edge(graph, priced, solution, budget_nbytes, TIME_SHARE * time_limit)
-    if ends is None:
-        return whole
-    high, low = ends
-    if high.peak_nbytes == low.peak_nbytes:
-        return whole
-    assert high.solution is not None and low.solution is not None
-    share = (high.peak_nbytes - budget_nbytes) / (high.peak_nbytes - low.peak_nbytes)
-    stacked = _stacked(graph, high.solution.schedule), _stacked(graph, low.solution.schedule)
-    fewer = [more - less for more, less in zip(*stacked, strict=True)]
-    pair = max(range(len(fewer)), key=fewer.__getitem__)
-    length = graph.loop_lengths[graph.pairs[pair]]
-    room, larger = budget_nbytes - low.peak_nbytes, length - ceil(share * length)
-    found = [] if whole is None else [whole]
-    # Of what few iterations leave over, more of them that save less may have a use.
-    numbers = {min(max(times * larger, 2), length - 2) for times in MULTIPLES}
-    for n in sorted(numbers if fewer[pair] > 0 and length > 3 else ()):
-        wanted = low.peak_nbytes + room * length // n
-        solved = solver.solve(graph, wanted, time_limit=TIME_SHARE * time_limit)
-        seconds = low.seconds + n / length * (extra_seconds(graph, solved.schedule) - low.seconds)
-        if seconds < now and simulate(graph, solved.schedule).peak_nbytes <= wanted:
-            found.append(LoopSplit(pair, 1 - n / length, seconds - again[pair]))
-    return min(found, key=lambda each: each.seconds, default=None)
-
-
-def _again(graph: Graph, schedule: Schedule, loop: int) -> float:
-    """Return the seconds of what a schedule recomputes, and need not, for the backward loop of this pair."""
-    wanted = graph.pinned["recompute"]
-    return sum(
-        graph.nodes[n].seconds
-        for stage, nodes in zip(graph.stages, schedule.recomputed, strict=True)
-        if graph.repeats(graph.nodes[stage.start].loop, loop)
-        for n in nodes
-        if graph.nodes[n].loop == loop and wanted.isdisjoint(graph.nodes[n].outputs)
-    )
-
-
-def _stacked(graph: Graph, schedule: Schedule) -> list[int]:
-    """Return, by pair, the bytes that a schedule saves in its forward loop."""
-    loops = [graph.nodes[graph.values[v].producer].loop for v in schedule.saved]
-    nbytes = [graph.values[v].saved_nbytes for v in schedule.saved]
-    return [sum(n for n, loop in zip(nbytes, loops, strict=True) if loop == pair) for pair in graph.pairs]

@@ -21,7 +21,7 @@ from math import inf, log
 from typing import NamedTuple
 
 from .._model._graph import Graph
-from .._model._loop_levels import Loops, parts
+from .._model._loop_levels import Loops, nested
 from .._model._schedule import check
 from .._model._simulate import extra_seconds, simulate
 from .._model._stages import uncut
@@ -103,7 +103,7 @@ def _form(graphs: EstimatedGraphs, plan: Plan) -> Variant | None:
     """Return the form of a neighbour's plan as these shapes have it; None where a plan is of another step, or where
     these shapes, `allow` or the device rule its form out.
 
-    The numbers of parts depend on shapes: of rows the nearest number is taken, of loops as many levels or parts.
+    The numbers of parts depend on shapes: of rows the nearest number is taken, of loops as many levels.
     """
     problem = graphs.problem
     simple = plan.stages and plan.outline and not (plan.offloaded or plan.on_host)
@@ -123,10 +123,9 @@ def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline, names: Seq
     **Arguments:** `names` of this step's regions of rows.
     """
     rule, site, setting = choice
-    if rule == LOOP and before.lengths != graphs.problem.traced.sites.lengths:
-        return _looped(graphs.variants.loops, choice, before.lengths[site])
-    # Any levels have an estimate, and what is inside of chunks has it when these are made.
-    if rule in (LOOP, INSIDE):
+    if rule == LOOP:
+        return _looped(graphs.variants.loops, choice)
+    if rule == INSIDE:  # which has an estimate when chunks are made
         return choice
     able = next((each.estimates for each in graphs.variants.others if each.rule == rule), {})
     if rule != ROWS:
@@ -138,18 +137,13 @@ def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline, names: Seq
     return None if nearest is None else Choice(rule, here, nearest)
 
 
-def _looped(loops: Loops, choice: Choice, before: int) -> Choice | None:
-    """Return the levels or parts of a pair of loops that had so many iterations."""
+def _looped(loops: Loops, choice: Choice) -> Choice | None:
+    """Return as many levels as a pair of loops had."""
     rule, pair, setting = choice
-    length = loops.lengths[pair]
-    (first, *others), behind = parts(before, setting)
-    if others:
-        deep = (own for own in loops.choices[pair] if len(own) == 1 + len(others))
-        return next((Choice(rule, pair, own) for own in deep), None)
-    if not behind:
-        return Choice(rule, pair, (length,))
-    split = loops.split(pair, first / before)
-    return next((own for own in split if len(parts(length, own.setting)[1]) == len(behind)), None)
+    if not nested(setting):
+        return Choice(rule, pair, (loops.lengths[pair],))
+    deep = (own for own in loops.choices[pair] if len(own) == len(setting))
+    return next((Choice(rule, pair, own) for own in deep), None)
 
 
 class _Layout(NamedTuple):

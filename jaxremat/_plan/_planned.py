@@ -22,8 +22,10 @@ from .._emit._detaching import Detached
 from .._emit._emit import FINISHED
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
+from .._model._loop_levels import may_have
 from .._model._schedule import Schedule, check
 from .._model._simulate import simulate, waits
+from .._model._variant import LOOP
 from .._report._account import account
 from .._report._actions import NONE_DECIDED, actions, decided
 from .._report._loop_forms import Copied, loop_forms
@@ -110,6 +112,12 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
         raise PlanMismatchError(
             f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: "
             f"{_how_they_differ(plan, problem)}. {afresh}"
+        )
+    lengths = problem.traced.sites.lengths
+    if any(not may_have(lengths[pair], levels) for pair, levels in plan.form.settings(LOOP).items()):
+        raise PlanMismatchError(
+            "The plan splits a loop into parts with plans of their own, which this version does not. "
+            "Plan this step afresh, with `optimize(budget)`."
         )
     host = host_memory(problem.device, problem.here, None)
     if plan.offloaded and host is None:

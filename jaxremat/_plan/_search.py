@@ -247,12 +247,9 @@ class Search:
                 if found[-1][0][:2] <= (0.0, self.source.cheap_seconds):
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
-            fits = order[0] == 0.0
-            alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.form == cut.form]
-            seconds = order[1] if fits else None
-            if allowance is None or not (
-                any(self.source.add_variant(seconds, allowance, turn) for turn in self.turns)
-                or (fits and self.source.split_loop(alike, allowance))
+            seconds = order[1] if order[0] == 0.0 else None
+            if allowance is None or not any(
+                self.source.add_variant(seconds, allowance, turn) for turn in self.turns
             ):
                 return cut, solution
 
@@ -318,7 +315,6 @@ class Search:
         if best is not None and best.seconds <= cheap:
             return None
         ready: list[Candidate] = []
-        known: list[Candidate] = []  # with what was compiled already
         only = self._best_without_host(turn, budget)
         for i in itertools.count():
             if i == len(self.source.made):
@@ -326,7 +322,7 @@ class Search:
                     break
                 seconds = [each.expected[1] for each in ready] + ([best.seconds] if best else [])
                 fastest = min(seconds, default=None)
-                if not self.source.add_variant(fastest, budget, turn) and not self._split_loop(known):
+                if not self.source.add_variant(fastest, budget, turn):
                     break
             if i == len(self.candidates):
                 self.candidates.append(Candidate(self.source.made[i]))
@@ -344,12 +340,10 @@ class Search:
                 candidate.finished = False
             candidate.order = self._rank(candidate.graph, candidate.pending, candidate.allowance)
             tried = self._tried(candidate)
-            if candidate.order[0] == 0.0 and (tried or self._promises(candidate, best)):
-                known.append(candidate)
-                if not tried:
-                    ready.append(candidate)
-                    if candidate.order[1] <= cheap:
-                        break
+            if candidate.order[0] == 0.0 and not tried and self._promises(candidate, best):
+                ready.append(candidate)
+                if candidate.order[1] <= cheap:
+                    break
         while (chosen := self._cheapest(ready)) is not None and not chosen.finished:
             self._finish(chosen)
             if self._tried(chosen) or not self._promises(chosen, best):
@@ -393,17 +387,6 @@ class Search:
         beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
         fits = simulate(graph, candidate.pending.schedule).peak_nbytes + beyond <= budget
         return fits and not self.ledger.knows(graph, candidate.pending)
-
-    def _split_loop(self, known: Sequence[Candidate]) -> bool:
-        """Make a variant with a loop in parts of the best of these candidates; return whether there is one."""
-        best = min(known, key=lambda each: each.expected, default=None)
-        if best is None or not self.source.may_split(best.graph):
-            return False
-        alike = [each for each in known if each.graph.alike(best.graph)]
-        for each in alike:
-            self._finish(each)
-        solutions = [(each.graph, each.pending) for each in alike if each.pending is not None]
-        return bool(self.source.split_loop(solutions, min((each.allowance for each in alike), default=0)))
 
     def _aim(self, candidate: Candidate, budget: int) -> None:
         """Say what to ask for next, by what was compiled so far of this graph, else of others of its variant."""

@@ -3,11 +3,12 @@
 Values that a plan keeps in fewer bits -> how many, and what that saves, in words.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._model._loop_levels import parts
+from .._model._loop_levels import nested
 from .._model._variant import INSIDE, LOOP, REVERSED, ROWS, Variant
 from .._runtime._bytes import format_nbytes
 
@@ -75,13 +76,10 @@ class LoopForm:
             return f"inner {loop}: runs again in the backward pass, planned from the inside"
         if self.undone:
             return f"{loop}: undone in the backward pass, from its last carry"
-        levels, behind = parts(self.length, self.levels)
-        if len(levels) > 1:
-            rest = f", and {sum(behind)} after them" if behind else ""
-            return f"{loop}: {len(levels)} levels, {' x '.join(map(str, levels))}{rest}"
-        if behind:
-            *first, last = map(str, (*levels, *behind))
-            return f"{loop}: split into {', '.join(first)} and {last}, each with its own plan"
+        if nested(self.levels):
+            rest = self.length - math.prod(self.levels)
+            after = f", and {rest} after them" if rest else ""
+            return f"{loop}: {len(self.levels)} levels, {' x '.join(map(str, self.levels))}{after}"
         return f"{loop}: updates its stacked parameters in the backward pass"
 
 

@@ -78,7 +78,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class PairForm:
-    """How one pair of scans is to be done: in these `levels`, see `_loop_levels.parts`, or `undone` on the way back."""
+    """How one pair of scans is to be done: in these `levels`, see `_loop_levels`, or `undone` on the way back."""
 
     levels: tuple[int, ...] = ()
     undone: bool = False

@@ -1,5 +1,5 @@
-"""Flat equations -> the same with pairs of scans divided, or with nested checkpointing, which keep fewer carries and
-run the forward pass again.
+"""Flat equations -> the same with nested checkpointing of pairs of scans: they keep fewer carries and run the forward
+pass again.
 
 A pair of `L = S * M + r` iterations, of the rows of arrays `X[L, ...]`,
 
@@ -13,12 +13,10 @@ becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`
     g, Y = scan((g, Y) -> (R = scan(forward, c', I'); scan(backward, (g, Y), (R, I'), reverse)),
                 (g, Y), (C, I), reverse)
 
-so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way. A
-pair that is divided has one level, the first `S` iterations, and one or more rests, one behind the other: as many
-pairs, which need not stack the same. All levels read and write the rows of the whole arrays: none has a copy of its
-segment's parameters or gradients. What is written over an array (see `_optimizer_in_backward`) starts as that array in
-place of zeros, and its rows are read there. These are scans like any others: `_loop_inlining` lays the outer backward
-scan open, and in it the inner pair.
+so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way.
+All levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. What
+is written over an array (see `_optimizer_in_backward`) starts as that array in place of zeros, and its rows are read
+there. These are scans like any others: `_loop_inlining` lays the outer backward scan open, and in it the inner pair.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +28,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from .._model._loop_levels import nested, parts
+from .._model._loop_levels import nested
 from .._program import _compat
 from .._program._compat import Atom, Aval, shaped
 from .._program._inline import Inliner
@@ -47,27 +45,24 @@ Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any
 
 
 def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Divide the pairs of the program's top level, or put them with nested checkpointing, as `program.pairs` says.
-
-    No lengths, or one of all its iterations, leave a pair as it is.
+    """Put pairs of the program's top level in the levels that `program.pairs` says; a single one leaves a pair as it
+    is.
     """
     jaxpr, over = program.closed.jaxpr, program.over
-    levels = [form.levels for form in program.pairs]
-    divided = list(zip(backward_of(jaxpr.eqns).items(), levels, strict=True))
-    deep = {n for (i, own), lengths in divided if nested(lengths) for n in (i, *own)}
-    eqns = sink_into(jaxpr.eqns, deep)
+    both = zip(backward_of(jaxpr.eqns).items(), program.pairs, strict=True)
+    divided = [(i, own, form.levels) for (i, own), form in both if nested(form.levels)]
+    eqns = sink_into(jaxpr.eqns, {n for i, own, _ in divided for n in (i, *own)})
     read_by: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
         for a in _compat.variables(eqn.invars):
             read_by.setdefault(a, set()).add(i)
     returned = set(_compat.variables(jaxpr.outvars))
     replaced: dict[int, list[Any]] = {}
-    for (i, own), lengths in divided:
-        if lengths and lengths != (eqns[i].params["length"],):
-            seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
-            pair = _Pair(eqns[i], inliner, lengths, seen, over)
-            replaced[i] = pair.forward()
-            replaced.update((j, pair.backward(eqns[j])) for j in own)
+    for i, own, levels in divided:
+        seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
+        pair = _Pair(eqns[i], inliner, levels, seen, over)
+        replaced[i] = pair.forward()
+        replaced.update((j, pair.backward(eqns[j])) for j in own)
     found: list[Any] = []
     sources: list[int] = []
     for i, eqn in enumerate(eqns):
@@ -114,7 +109,7 @@ class _Pair:
         self,
         eqn: jex.JaxprEqn,
         inliner: Inliner,
-        lengths: Sequence[int],
+        levels: Sequence[int],
         seen: Sequence[bool],
         over: Mapping[jex.Var, Atom],
     ):
@@ -123,16 +118,15 @@ class _Pair:
         # of a backward scan's constants: which of its carries they are by now
         self.written: dict[int, int] = {}
         self.inliner = inliner
-        levels, self.rests = parts(eqn.params["length"], lengths)
-        self.levels: Sequence[int] = levels
+        self.levels = levels
+        self.rest = eqn.params["length"] - prod(levels)
         self.carries = len(operands(eqn)[1])
         self.known = self._known(eqn)
         self.visible = [i for i in range(self.carries, len(eqn.outvars)) if seen[i]]
         self.main: Any = None  # the indices of the iterations with nested checkpointing
-        self.behind: list[Any] = []  # and those of each rest
+        self.behind: Any = None  # and those of the rest
         self.starts: list[Any] = []  # the stacked carries with which the segments start
-        self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
-        self.last: list[dict[Any, Any]] = []  # and those of each rest
+        self.last: dict[Any, Any] = {}  # for the forward scan's stacked results those of the rest
 
     def _known(self, eqn: jex.JaxprEqn, but: Sequence[Atom] = ()) -> list[Atom]:
         """Return a scan's constants, those of its body and the arrays that it scans over but for these."""
@@ -142,47 +136,36 @@ class _Pair:
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[jex.JaxprEqn]:
-        """Return the forward scan over the first level, with nested checkpointing one that stacks the carries that
-        its segments start with; then those of the rests.
+        """Return the forward scan over the first level, which stacks the carries that its segments start with; then
+        that of the rest.
         """
-        eqn, count, main = self.eqn, self.carries, prod(self.levels)
+        eqn, count, main, rest = self.eqn, self.carries, prod(self.levels), self.rest
         init, ends = operands(eqn)[1], eqn.outvars[:count]
-        stacked = range(count, len(eqn.outvars))
+        reverse = eqn.params["reverse"]
         made: list[Any] = []
-        self.main = self._indices(made, self.levels, sum(self.rests) if eqn.params["reverse"] else 0)
-        between = _fresh(init) if self.rests else ends
-        if len(self.levels) > 1:
-            made.append(
-                self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
-            )
-            self.starts = made[-1].outvars[count : 2 * count]
-            named, stacks = (eqn.outvars[i] for i in self.visible), made[-1].outvars[2 * count :]
-        else:
-            made.append(
-                self._forward(self.levels, self.known, init, self.main, stacked, between, opened=True)
-            )
-            named, stacks = eqn.outvars[count:], made[-1].outvars[count:]
-        self.first = dict(zip(named, stacks, strict=True))
-        for i, rest in enumerate(self.rests):
-            begun, after = main + sum(self.rests[:i]), sum(self.rests[i + 1 :])
-            self.behind.append(self._indices(made, (rest,), after if eqn.params["reverse"] else begun))
-            start, between = between, _fresh(init) if after else ends
-            made.append(
-                self._forward((rest,), self.known, start, self.behind[i], stacked, between, opened=True)
-            )
-            self.last.append(dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True)))
-        for v in (eqn.outvars[i] for i in self.visible):
+        self.main = self._indices(made, self.levels, rest if reverse else 0)
+        between = _fresh(init) if rest else ends
+        made.append(
+            self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
+        )
+        self.starts, stacks = made[-1].outvars[count : 2 * count], made[-1].outvars[2 * count :]
+        if rest:
+            self.behind = self._indices(made, (rest,), 0 if reverse else main)
+            stacked = range(count, len(eqn.outvars))
+            made.append(self._forward((rest,), self.known, between, self.behind, stacked, ends, opened=True))
+            self.last = dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True))
+        for v, first in zip((eqn.outvars[i] for i in self.visible), stacks, strict=True):
 
-            def whole(stack: jax.Array, *rests: jax.Array) -> jax.Array:
-                stacks = [stack.reshape(main, *stack.shape[len(self.levels) :]), *rests]
-                return jnp.concatenate(stacks[::-1] if eqn.params["reverse"] else stacks)
+            def whole(stack: jax.Array, *behind: jax.Array) -> jax.Array:
+                stacks = [stack.reshape(main, *stack.shape[len(self.levels) :]), *behind]
+                return jnp.concatenate(stacks[::-1] if reverse else stacks)
 
-            append(made, whole, [self.first[v], *(last[v] for last in self.last)], eqn, v)
+            append(made, whole, [first, *([self.last[v]] if rest else ())], eqn, v)
         return made
 
     def backward(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
-        """Return the rests' backward scans, the last first, and that over the first level; with nested
-        checkpointing its body runs a segment's forward scan once more.
+        """Return the rest's backward scan, and that over the first level, whose body runs a segment's forward scan once
+        more.
         """
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
@@ -192,17 +175,11 @@ class _Pair:
         begun = {self.over[v]: len(init) + i for i, v in enumerate(stacks) if v in self.over}
         places = [begun.get(a) if not _compat.is_literal(a) else None for a in known]
         self.written = {i: at for i, at in enumerate(places) if at is not None}
-        for rest, behind, last in reversed(list(zip(self.rests, self.behind, self.last, strict=True))):
-            handed = [last[a] for a in self._handed(eqn)]
-            made.append(self._backward(eqn, rest, known, state, behind, handed))
+        if self.rest:
+            handed = [self.last[a] for a in self._handed(eqn)]
+            made.append(self._backward(eqn, self.rest, known, state, self.behind, handed))
             state = made[-1].outvars
-        if len(self.levels) > 1:
-            made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))
-        else:
-            handed = [self.first[a] for a in self._handed(eqn)]
-            made.append(
-                self._backward(eqn, self.levels[0], known, state, self.main, handed, ends=eqn.outvars)
-            )
+        made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))
         return made
 
     def _handed(self, eqn: jex.JaxprEqn) -> list[Any]:
@@ -244,7 +221,6 @@ class _Pair:
         state: Sequence[Atom],
         indices: Atom,
         handed: Sequence[Atom],
-        ends: Sequence[jex.Var] | None = None,
     ) -> Any:
         """Return a backward scan whose carries are its own and the arrays of its results."""
         carries = len(operands(eqn)[1])
@@ -263,7 +239,7 @@ class _Pair:
             ]
             return eqns, [*made[:carries], *written], []
 
-        return _loop(eqn, length, (known, state, [indices, *handed]), body, ends)
+        return _loop(eqn, length, (known, state, [indices, *handed]), body)
 
     def _apart(
         self,

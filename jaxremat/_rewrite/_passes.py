@@ -359,7 +359,7 @@ FORM_PASSES = (
     Pass(
         "levels",
         lambda program, task: segmented(program, task.inliner),
-        "Pairs of loops are in the levels and parts of the form.",
+        "Pairs of loops are in the levels of the form.",
         optional=False,
     ),
     Pass(

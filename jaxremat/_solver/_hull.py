@@ -17,9 +17,6 @@ from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import simulate
 from ._interface import Solution
 
-MOST_STEPS = 8
-"""Solves that `edge` takes: each at least halves what is left in most cases."""
-
 
 @runtime_checkable
 class Priced(Protocol):
@@ -127,34 +124,3 @@ def hull(
         else:
             closed.add((a[:2], b[:2]))
     return known, bounds
-
-
-def edge(
-    graph: Graph, solver: Priced, solution: Solution, budget_nbytes: int, time_limit: float
-) -> tuple[Vertex, Vertex] | None:
-    """Return the ends of the hull's edge at a budget, the one of more memory first, after at most `MOST_STEPS`
-    solves.
-
-    None where the fastest schedule of all fits.
-
-    **Arguments:** `solution` within the budget.
-    """
-    everything = close_over_dependencies(graph, graph.residuals)
-    low = vertex(graph, solution)
-    high = vertex(graph, solver.priced(graph, 0.0, everything, time_limit=time_limit / 4))
-    if high.peak_nbytes <= budget_nbytes:
-        return None
-    for _ in range(MOST_STEPS):
-        if low.seconds <= high.seconds:
-            break
-        price = (low.seconds - high.seconds) / (high.peak_nbytes - low.peak_nbytes)
-        start = min((low, high), key=lambda v: v.at(price)).solution
-        assert start is not None
-        found = vertex(graph, solver.priced(graph, price, start.schedule, time_limit=time_limit / 4))
-        if found.at(price) >= low.at(price) * (1 - 1e-9):
-            break
-        if found.peak_nbytes <= budget_nbytes:
-            low = found
-        else:
-            high = found
-    return high, low

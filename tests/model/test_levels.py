@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxremat import Graph
 from jaxremat._model._graph import Pin
-from jaxremat._model._loop_levels import Loops, carries, choices, nested, parts
+from jaxremat._model._loop_levels import Loops, carries, choices, may_have
 from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._variant import ATTENTION, COPIES, LOOP, PLAIN, ROWS, Choice, Estimate, Variant
 from jaxremat._report._loop_forms import loop_forms
@@ -104,53 +104,30 @@ def test_the_loop_that_saves_most_is_cut_first() -> None:
 def test_a_loop_that_must_stay_is_not_cut() -> None:
     forms = Variants(Loops.of(looped(64), [64], [False]))
     assert forms.exact() == ()
-    assert forms.split(PLAIN, 0, 0.5) == []
 
 
-def test_a_loop_some_of_which_must_be_saved_is_divided_but_has_no_levels() -> None:
+def test_a_loop_some_of_which_must_be_saved_has_no_levels() -> None:
     graph = looped(64)
     pinned = replace(graph, pins=(Pin("save", graph.nodes[0].outputs[0], "a test"),))
     forms = Variants(Loops.of(pinned, [64]))
     assert forms.exact() == ()
-    assert forms.split(PLAIN, 0, 0.5)
 
 
-@given(st.integers(1, 100), st.floats(0, 1))
-def test_a_divided_loop_has_parts_of_several_iterations_and_the_last(length: int, share: float) -> None:
-    """One form has the last iteration apart, another has not; in both the same of the others have the share."""
-    able = Variants(Loops.of(looped(length), [length]))
-    found = able.split(PLAIN, 0, share)
-    assert bool(found) == (length >= 4)
-    for variant, apart in zip(found, (True, False), strict=False):
-        first, *others = variant.settings(LOOP)[0]
-        levels, behind = parts(length, (first, *others))
-        assert levels == (first,) and sum((*levels, *behind)) == length
-        assert (behind[-1] == 1) == apart
-        assert min(first, *behind[: len(behind) - apart], length) >= 2
-        assert abs(first + apart - share * length) < 3 + 1e-9 or length == 4  # whose first part is always 3
-        assert able.estimate(variant) == Estimate()
-
-
-def test_parts_behind_levels() -> None:
-    assert parts(12, (12,)) == ((12,), ())
-    assert parts(12, (2, 5)) == ((2, 5), (2,))
-    assert parts(12, (7, -4)) == ((7,), (4, 1))
-    assert parts(12, (7, -5)) == ((7,), (5,))
-    assert [nested(lengths) for lengths in ((), (12,), (2, 5), (7, -4))] == [False, False, True, False]
-    assert carries(12, (7, -4)) == 12
-
-
-def test_only_one_loop_is_divided() -> None:
-    loops = Loops((8, 8), (((),), ((), (2, 4))), (True, True), (1, 1), (1.0, 1.0), ((5, 0.5), (7, 0.25)))
-    settings = ((), ()), ((8,), (8,)), ((6,), ()), ((), (2, 4))
-    assert [loops.unsplit(of_levels(*s)) for s in settings] == [True, True, False, False]
-    found = Variants(loops).split(of_levels((), (8,)), 0, 0.5)
-    assert found == [of_levels((3, -4), (8,)), of_levels((4,), (8,))]
-    assert [Variants(loops).estimate(each) for each in found] == [Estimate(12, 0.75)] * 2
+def test_a_loop_may_have_one_level_of_all_its_iterations_or_several_within_it() -> None:
+    able = {levels: may_have(12, levels) for levels in ((12,), (2, 5), (3, 4), (7,), (7, -4), (3, 5), ())}
+    assert able == {
+        (12,): True,
+        (2, 5): True,
+        (3, 4): True,
+        (7,): False,
+        (7, -4): False,
+        (3, 5): False,
+        (): False,
+    }
 
 
 def test_kinds_are_combined_with_what_saves_most_of_those_before_and_most_of_the_step_comes_last() -> None:
-    loops = Loops((64,), (((), (8, 8)),), (True,), (1,), (4.0,), ((0, 0.0),))
+    loops = Loops((64,), (((), (8, 8)),), (1,), (4.0,), ((0, 0.0),))
     chunks = {2: Estimate(10, 1.0), 4: Estimate(15, 2.0), 8: Estimate(14, 3.0)}
     most = {(1, (2,)): Estimate(90, 0.5, whole=True)}
     rows = Sites(ROWS, {(0, (n,)): each for n, each in chunks.items()} | most)
@@ -175,7 +152,7 @@ def test_kinds_are_combined_with_what_saves_most_of_those_before_and_most_of_the
 def test_most_of_the_step_in_chunks_may_have_what_chunks_may_have() -> None:
     attention = Sites(ATTENTION, {(0, (2,)): Estimate(50, -1.0)})
     rows = Sites(ROWS, {(0, (2,)): Estimate(90, 0.5, whole=True), (0, (4,)): Estimate(95, 0.7, whole=True)})
-    loops = Loops((), (), (), (), (), ())
+    loops = Loops((), (), (), (), ())
     (within,) = attention.rungs()
     alone = Variants(loops, (attention, rows)).exact()
     assert alone == (Variant.of(*within), of_chunks(2), of_chunks(4))
@@ -209,8 +186,6 @@ def test_settings_in_a_row_are_those_of_loops_then_rows_then_copies() -> None:
         ((6, 4), "2 levels, 6 x 4"),
         ((4, 5), "2 levels, 4 x 5, and 4 after them"),
         ((2, 3, 4), "3 levels, 2 x 3 x 4"),
-        ((17,), "split into 17 and 7, each with its own plan"),
-        ((17, -6), "split into 17, 6 and 1, each with its own plan"),
         ((24,), "updates its stacked parameters in the backward pass"),
     ],
 )

@@ -5,6 +5,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from forms import of_levels
+from jax import lax
 
 import jaxremat
 from jaxremat import PlanMismatchError
@@ -47,6 +49,20 @@ def test_another_program_is_said_to_be_one(plan: jaxremat.Plan) -> None:
 
     step = jaxremat.optimize(plan=plan, static_argnames="power")(other)
     assert "its code differs" in refused(plan, step, *ARGS, power=2)
+
+
+@pytest.mark.parametrize("levels", [(4,), (3, -3)])
+def test_a_loop_in_parts_of_an_earlier_version_is_refused(levels: tuple[int, ...]) -> None:
+    def scanned(params: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(params: jax.Array) -> jax.Array:
+            return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    args = jnp.ones((6, 8, 8)), jnp.ones((1024, 8))
+    made = jaxremat.optimize("min", allow=())(scanned).plan(*args)
+    step = jaxremat.optimize(plan=replace(made, form=of_levels(levels)))(scanned)
+    assert "splits a loop into parts" in refused(made, step, *args)
 
 
 def test_versions_meshes_and_many_arguments() -> None:

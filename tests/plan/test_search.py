@@ -31,7 +31,7 @@ from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
 from jaxremat._plan._search import HOST_MORE, HOST_WORTH, MORE_ROUNDS, Search
 
-NONE = Variants(Loops((), (), (), (), (), ()))
+NONE = Variants(Loops((), (), (), (), ()))
 """No variants but the plain step."""
 
 

@@ -433,8 +433,8 @@ def critic(weights: Any, entry: Any, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("materialises_eagerly", [False, True], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("first", [(6,), (2, -1), (3, 2)], ids=str)
-@pytest.mark.parametrize("second", [(), (2,)], ids=str)
+@pytest.mark.parametrize("first", [(6,), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("second", [(), (2, 2)], ids=str)
 def test_a_loop_reads_what_another_has_written(
     first: tuple[int, ...], second: tuple[int, ...], materialises_eagerly: bool
 ) -> None:

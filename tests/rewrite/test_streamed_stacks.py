@@ -90,7 +90,6 @@ FORMS = {
     "as it is": PLAIN,
     "one level": of_levels((LAYERS,)),
     "levels": of_levels((2, 2)),
-    "parts": of_levels((2,)),
 }
 
 
