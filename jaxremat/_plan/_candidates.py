@@ -244,7 +244,8 @@ class CandidateSource:
         for among in ([*shallow], undivided, exact, [each for each in parts if each not in exact]):
             make(among)
         make(make([each for each in able if of(each).whole]))
-        cheaper = (each for each in able if (of(each).whole or each in shallow) and each not in made)
+        simple = {*shallow, *(each for each in able if of(each).whole or not of(each).divided)}
+        cheaper = (each for each in able if each in simple and each not in made)
         self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
         self.end()
 
@@ -261,8 +262,8 @@ class CandidateSource:
         return min(simulate(graph, each).peak_nbytes for each in schedules) - graph.base_nbytes
 
     def make_shallower(self) -> list[Graph]:
-        """Add the graphs of the deepest variant in microbatches, or without levels, that is left, and return them:
-        where the one that was made of these turns out to be slower than it promised.
+        """Add the graphs of the deepest variant that is left of those in microbatches, without levels or with nothing
+        in parts but for them, and return them: where the one that was made turns out to be slower than it promised.
         """
         return self.make(self.shallower.pop()) if self.shallower else []
 

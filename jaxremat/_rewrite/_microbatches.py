@@ -17,8 +17,12 @@ from ._program_readers import Readers
 from ._region_loops import loops_of
 from ._row_regions import Grower, Region, largest, region_of
 
-LEAST_SHARE = 0.75
-"""A region is most of a step: it holds at least this share of the contractions."""
+LEAST_SHARE = 0.5
+"""A region is most of a step: it holds at least this share of the contractions of the forward pass. An implicit
+filter, or another network of parameters alone, has its own; what an optimizer contracts is none of them."""
+
+ENOUGH_SHARE = 0.75
+"""With this share no better axis is looked for: one of fewer may stop where attention mixes it."""
 
 SEEDS = 4
 """So many of the largest values of different shapes are tried, ..."""
@@ -64,42 +68,55 @@ def most_of(
 
     **Arguments:** `whole` as of `Region`; `windowed` whether rows may be read around a chunk's own.
     """
-    products = sum(contracts(program.eqns[i]) for i in own)
-    enough = LEAST_SHARE * products
-    others = {*program.alive}.difference(own)
-    grown: list[Grower] = []
+    products = [i for i in own if contracts(program.eqns[i])]
+    products = [i for i in products if not program.in_backward[i]] or products
+    outside = {*program.alive}.difference(own)
     most = 1 if windowed else COMPONENTS
-    while len(grown) < most and (best := _most_grown(program, enough, grown, others, windowed)) is not None:
-        grown.append(best)
-    for count in range(len(grown), 0, -1):  # the last may have a number of rows of their own, as weights have
-        if sum(each.products for each in grown[:count]) < enough:
-            break
-        found = loops_of(program, grown[:count])
-        region = region_of(program, found, whole=whole) if found else None
-        if region is not None and region.choices:
-            return region
+    first = _grown(program, products, [], outside, windowed)
+    joined = first[:1]
+    while 0 < len(joined) < most and (found := _grown(program, products, joined, outside, windowed)):
+        joined.append(found[0])
+    # Another axis may be most of the step too, where loops over the parts of the first would have too many stages.
+    for grown in (joined, *([each] for each in first[1:])):
+        for count in range(
+            len(grown), 0, -1
+        ):  # the last may have a number of rows of their own, as weights have
+            if sum(_share(each, products) for each in grown[:count]) < LEAST_SHARE:
+                break
+            loops = loops_of(program, grown[:count])
+            region = region_of(program, loops, whole=whole) if loops else None
+            if region is not None and region.choices:
+                return region
     return None
 
 
-def _most_grown(
-    program: Readers, enough: float, others: Sequence[Grower], outside: Collection[int], windowed: bool
-) -> Grower | None:
-    """Return the component with the most products about one of the largest values of no other; None if that has none,
-    or where none is large.
+def _share(grower: Grower, products: Sequence[int]) -> float:
+    """Return which share of these contractions a component has."""
+    return sum(i in grower.rules for i in products) / max(len(products), 1)
 
-    **Arguments:** `enough` products: no better one is looked for then; `outside` equations that are in none; `windowed`
-    as of `most_of`.
+
+def _grown(
+    program: Readers,
+    products: Sequence[int],
+    others: Sequence[Grower],
+    outside: Collection[int],
+    windowed: bool,
+) -> list[Grower]:
+    """Return components about the largest values of no other, those with the largest shares of the products first; none
+    where none is large.
+
+    **Arguments:** `outside` equations that are in none; `windowed` as of `most_of`.
     """
     taken = {i for each in others for i in each.rules}.union(outside)
     least = max((each.largest_nbytes for each in others), default=0) * LARGE
-    best = None
+    found: list[tuple[float, Grower]] = []
     for v in largest(program, SEEDS, taken):
         for dimension in range(min(len(v.aval.shape), DIMENSIONS)):
-            if aval_nbytes(v.aval) < least or (best is not None and best.products >= enough):
-                return best
+            if aval_nbytes(v.aval) < least or any(share >= ENOUGH_SHARE for share, _ in found):
+                break
             if windowed and v.aval.shape[dimension] == 1:
                 continue
             grower = Grower(program, taken, scans=True, windowed=windowed)
-            if grower.grow(v, dimension) and grower.products > (best.products if best is not None else 0):
-                best = grower
-    return best
+            if grower.grow(v, dimension) and (share := _share(grower, products)) > 0:
+                found.append((share, grower))
+    return [grower for _, grower in sorted(found, key=lambda each: -each[0])]

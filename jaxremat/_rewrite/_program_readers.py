@@ -65,8 +65,8 @@ class Readers:
     @cached_property
     def of_one_run(self) -> set[int]:
         """The equations that may not run again, because decisions or large cotangents depend on their very results."""
-        once = self.program.decisions.once(self._in_backward)
-        return once | self.program.decisions.edges.shared_cotangents(self._in_backward)
+        once = self.program.decisions.once(self.in_backward)
+        return once | self.program.decisions.edges.shared_cotangents(self.in_backward)
 
     @cached_property
     def of_a_run(self) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
@@ -74,7 +74,7 @@ class Readers:
         By each the equations that made both sides, and those between these and the comparison.
         """
         compared = self.program.decisions.compared
-        shared = {j for i, own in compared.items() if self._in_backward[i] for j in own}
+        shared = {j for i, own in compared.items() if self.in_backward[i] for j in own}
         alone = self.of_one_run - shared - self.program.decisions.counted
         return {i: (compared[i], frozenset(self._between(compared[i], i))) for i in alone if i in compared}
 
@@ -84,12 +84,13 @@ class Readers:
         domain, as where second derivatives are taken.
         """
         beside = self.program.decisions.edges.beside.items() if self.program.loops else ()
-        found = {j for i, others in beside if not self._in_backward[i] for j in (i, *others)}
+        found = {j for i, others in beside if not self.in_backward[i] for j in (i, *others)}
         around = (within(self.loop_of[i], self.program.loops) for i in found)
         return frozenset(loops[-1] for loops in around if loops)
 
     @cached_property
-    def _in_backward(self) -> Sequence[bool]:
+    def in_backward(self) -> Sequence[bool]:
+        """Whether each equation is of the backward pass, or comes after it."""
         return backward_equations(self.eqns, self.loop_of, self.program.loops)
 
     def _between(self, begin: Collection[int], end: int) -> list[int]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from forms import of_chunks
+from forms import of_chunks, of_levels
 from graphs import UNIT, chain, peak_of
 from test_host_copies import layers
 
@@ -886,6 +886,19 @@ def test_scores_of_long_sequences_hide_no_logits(
     source = CandidateSource(Space(graph, able, made), Milp(), 10.0, temporaries * UNIT)
     source.make_lowest(1.0)
     assert {each.form for each in source.made} == {PLAIN, without, *([both] if deeper else [])}
+
+
+def test_levels_alone_are_left_where_those_with_rows_in_chunks_turn_out_slow() -> None:
+    graph = chain(4)
+    loops = Loops((64,), (((), (8, 8), (4, 4, 4)),), (UNIT,), (0.1,), ((0, 0.0),))
+    rows = Sites(ROWS, {(0, (8,)): Estimate(500 * UNIT, 0.1, divided=((0, 8),))})
+    able = Variants(loops, (rows,))
+    made = {variant: replace(graph, form=variant) for variant in able.deepest()}
+    source = CandidateSource(Space(graph, able, made), Milp(), 10.0, 1000 * UNIT)
+    source.make_lowest(1.0)
+    assert of_levels((4, 4, 4)).also(*of_chunks(8).choices) in {each.form for each in source.made}
+    source.shallower = source.shallower[-1:]
+    assert source.shallower == [of_levels((4, 4, 4))]
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -150,6 +150,16 @@ def convolved(params: Any, x: Any) -> Any:
     return jnp.mean((h.mean((1, 2)) @ out) ** 2)
 
 
+def filtered(params: Any, x: Any) -> Any:
+    """Filters over time are made of positions by a network of their own, with as many products as examples have."""
+    positions = jnp.linspace(0, 1, LENGTH)[:, None] * jnp.ones((1, WIDTH))
+    for up, down, into, out in params:
+        filters = jnp.sin(jnp.sin(positions @ into) @ out)
+        spectrum = jnp.fft.rfft(x, 2 * LENGTH, axis=1) * jnp.fft.rfft(filters, 2 * LENGTH, axis=0)
+        x = x + jnp.tanh(jnp.fft.irfft(spectrum, 2 * LENGTH, axis=1)[:, :LENGTH] @ up) @ down
+    return jnp.mean(x**2)
+
+
 def short(params: Any, x: Any) -> Any:
     h = x.astype(jnp.bfloat16)
     for w in params:
@@ -180,6 +190,7 @@ def cases() -> dict[str, Case]:
             weights((3, 3, 3, 8), (3, 3, 1, 8), (8, 4)),
             (normal(BATCH, 8, 8, 3, seed=6),),
         ),
+        "filtered": (filtered, [weights(*PAIR, (D, D), (D, D))] * 3, (x,)),  # type: ignore[list-item]
         "short": (short, weights((D, D), (D, D)), (x,)),
     }
 
