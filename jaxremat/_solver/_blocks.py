@@ -289,7 +289,8 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
             integrality=np.ones(count),
             bounds=Bounds(0, upper),
             constraints=[needs, room],
-            options={"mip_rel_gap": 1e-7, "node_limit": MOST_NODES},
+            # Of what presolving makes of these programs HiGHS prints, at times, that it mends a solution.
+            options={"mip_rel_gap": 1e-7, "node_limit": MOST_NODES, "presolve": False},
         )
         if found.x is None:
             return None

@@ -46,9 +46,6 @@ from ._moments import MIB, Moments, Terms
 MOST_RESIDUALS = 2500
 """Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
 
-MANY_RESIDUALS = 500
-"""Graphs with more are planned block by block first: the integer program may not get far."""
-
 RATE, ROOT_NODES = 300_000, 20
 """Nonzeros x nodes that a second of a time limit stands for, and nodes that a root counts for: nodes are counted, so
 that schedules are the same on every machine. CBC did 100,000 to 1,000,000 on one core for steps of the zoo."""
@@ -108,13 +105,11 @@ class Milp:
         ):
             return Solution(start, 0.0, True, "milp")
         large = len(graph.residuals) > MOST_RESIDUALS
-        solvers: list[tuple[Solver, float]] = [(Chen(), 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)]
-        if len(graph.residuals) > MANY_RESIDUALS:
-            solvers.append((Blocks(), 1 / 2 if large else 1 / 8))
+        solvers: list[Solver] = [Chen(), MinCut(), Greedy(), Blocks()]
         if graph.host is not None:
-            solvers.append((HostFirst(), 1 / 8))
-        for solver, share in solvers:
-            known = solver.solve(graph, budget_nbytes, time_limit=share * time_limit).schedule
+            solvers.append(HostFirst())
+        for solver in solvers:
+            known = solver.solve(graph, budget_nbytes, time_limit=time_limit).schedule
             start = min((start, known), key=lambda schedule: rank(graph, schedule, budget_nbytes))
         if large:
             return Solution(start, 0.0, False, "milp")

@@ -187,7 +187,6 @@ def test_plans_of_large_graphs_are_as_good_as_the_integer_program(
     plain = simulate(graph, SaveAll().solve(graph, None, time_limit=1).schedule).peak_nbytes
     budget = int(graph.base_nbytes + share * (plain - graph.base_nbytes))
     flat = Milp().solve(graph, budget, time_limit=60).schedule
-    monkeypatch.setattr(_milp, "MANY_RESIDUALS", 10)
     monkeypatch.setattr(_milp, "MOST_RESIDUALS", 20)
     found = Milp().solve(graph, budget, time_limit=60)
     assert not found.proven
