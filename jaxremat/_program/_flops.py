@@ -33,15 +33,17 @@ def array_nbytes(aval: AbstractValue) -> int:
     return math.ceil(math.prod(shape) * _item_nbytes(dtype))
 
 
-def branch_nbytes(eqn: jex.JaxprEqn) -> int:
-    """Return the bytes that the largest branch of a choice makes and keeps to itself; 0 of any other equation."""
-    branches = inner_jaxprs(eqn) if eqn.primitive.name == "cond" else ()
+def body_nbytes(eqn: jex.JaxprEqn) -> int:
+    """Return the bytes that one run of a loop's body, or of the largest branch of a choice, makes and keeps to itself;
+    0 of an equation without a body, and of a kernel, whose values are not in memory.
+    """
+    bodies = inner_jaxprs(eqn) if eqn.primitive.name != "pallas_call" else ()
 
-    def inner(branch: jex.Jaxpr) -> int:
-        made = {v for each in branch.eqns for v in each.outvars}.difference(_compat.variables(branch.outvars))
-        return sum(aval_nbytes(v.aval) for v in made) + sum(map(branch_nbytes, branch.eqns))
+    def inner(body: jex.Jaxpr) -> int:
+        made = {v for each in body.eqns for v in each.outvars}.difference(_compat.variables(body.outvars))
+        return sum(aval_nbytes(v.aval) for v in made) + sum(map(body_nbytes, body.eqns))
 
-    return max(map(inner, branches), default=0)
+    return max(map(inner, bodies), default=0)
 
 
 @cache

@@ -36,7 +36,7 @@ from .._program._axes import (
     sum_type,
 )
 from .._program._compat import shaped
-from .._program._flops import alone_seconds, aval_nbytes, branch_nbytes, eqn_flops
+from .._program._flops import alone_seconds, aval_nbytes, body_nbytes, eqn_flops
 from .._program._primitives import contracts, is_draw, is_fusion_root, is_relabelling, runs_once
 from .._program._windows import WindowRule, windows
 from ._halos import in_parts
@@ -308,7 +308,7 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
     leaves = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
     inner = made - leaves
     read = {a for i in first for a in _compat.variables(eqns[i].invars)} - made
-    inner_nbytes = sum(map(_nbytes, inner)) + sum(branch_nbytes(eqns[i]) for i in first)
+    inner_nbytes = sum(map(_nbytes, inner)) + sum(body_nbytes(eqns[i]) for i in first)
     if inner_nbytes < (AT_ONCE if whole else 1) * LEAST_NBYTES:
         return None
     most = max(first, key=lambda i: max(aval_nbytes(v.aval) for v in eqns[i].outvars))

@@ -344,6 +344,22 @@ def test_a_step_without_a_backward_pass_has_none() -> None:
     assert not any(region.whole for region in found.sites.regions)
 
 
+def test_what_an_iteration_keeps_to_itself_counts() -> None:
+    """Of a frozen teacher, scanned, nothing but what its layers hand on is in memory between them."""
+    ups, downs = normal(LAYERS, 32, 4096), normal(LAYERS, 4096, 32, seed=1)
+
+    def layer(h: Any, w: Any) -> Any:
+        return h + jnp.sin(jnp.cos(h @ w[0])) @ w[1], None
+
+    def loss(params: Any, x: Any) -> Any:
+        taught, _ = lax.scan(layer, x, (ups, downs))
+        return jnp.mean((x @ params[0] - taught) ** 2)
+
+    found = trace(jax.jit(descent(loss)), (weights((32, 32)), normal(512, 32)), {})
+    (region,) = (region for region in found.sites.regions if region.whole)
+    assert region.inner_nbytes >= 3 * 4 * 512 * 4096
+
+
 def wide(rows: int = 512) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A deep network of which no product is cheap to repeat."""
 
