@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _compat
@@ -219,3 +220,12 @@ def _are(kind: Any, types: Sequence[DType]) -> bool:
 def variable(aval: AbstractValue) -> jex.Var:
     """Return a variable of a type; over which devices its values vary is not looked at."""
     return _compat.new_var(_compat.unvaried(aval))
+
+
+def neutral(name: str, dtype: DType) -> int:
+    """Return what such a reduction joins with anything to just that."""
+    return 0 if name == "reduce_or" else 1 if dtype == np.bool_ else -1
+
+
+SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
+"""Parameters with the size of each dimension."""

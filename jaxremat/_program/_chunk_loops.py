@@ -32,6 +32,7 @@ from jax import lax
 from . import _compat
 from ._axes import JOINS, is_scattered, rules, sum_type
 from ._chunk_kinds import (
+    SIZES,
     Added,
     AllRows,
     Carry,
@@ -48,15 +49,16 @@ from ._chunk_kinds import (
     Written,
     is_rule,
     linear_in,
+    neutral,
     parts_place,
     place_of,
     stacked,
     variable,
 )
 from ._chunk_slabs import Slabs
-from ._compat import AnyJaxpr, Atom, DType, SourceInfo, shaped
+from ._compat import AnyJaxpr, Atom, SourceInfo, shaped
 from ._inline import followed
-from ._primitives import runs_once
+from ._primitives import SUMS, runs_once
 from ._splice import inlined, needed, typed
 
 
@@ -266,14 +268,16 @@ class _Chunks:
         if any(isinstance(kind, (Index, Carry, Added, Written)) for kind in others[1:]):
             raise OtherLoopError
         if is_scattered(eqn) and isinstance(so_far, (Carry, Added)):
-            begin = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
             if not all(isinstance(kind, (Whole, Rows, Slab)) for kind in others):
                 raise OtherLoopError
-            around = any(isinstance(kind, Slab) for kind in others)
-            (made,) = (self.slabs.results if around else self._of_rows)(eqn, [Whole(begin), *others])
-            if isinstance(made, Sum):
-                return Added(so_far.place, made.atom)
-            raise OtherLoopError
+            begin = self.begin[so_far.place]
+            before = so_far.atom if isinstance(so_far, Added) else begin
+            apart = before is not begin and self._is_zero(Whole(begin))
+            way = self.slabs.results if any(isinstance(kind, Slab) for kind in others) else self._of_rows
+            (made,) = way(eqn, [Whole(begin if apart else before), *others])
+            if not isinstance(made, Sum):
+                raise OtherLoopError
+            return Added(so_far.place, self._plus(before, made.atom, eqn) if apart else made.atom)
         if len(kinds) != 2:
             raise OtherLoopError
         if not isinstance(so_far, (Carry, Added)):
@@ -281,14 +285,21 @@ class _Chunks:
         if isinstance(others[0], Joined) and isinstance(so_far, Carry):
             return self._joined_to(eqn, so_far, others[0])
         dtype = shaped(eqn.outvars[0]).dtype
-        if eqn.primitive.name not in ("add", "add_any") or sum_type(dtype) != dtype:
-            raise OtherLoopError
-        if not isinstance(so_far, (Carry, Added)) or not isinstance(others[0], Sum):
+        able = eqn.primitive.name in SUMS and sum_type(dtype) == dtype
+        if not able or not isinstance(so_far, (Carry, Added)) or not isinstance(others[0], Sum):
             raise OtherLoopError
         before = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
-        if before in self.known and self.places.is_all(self.known[before], 0):
+        if self._is_zero(Whole(before)):
             return Added(so_far.place, others[0].atom)
-        return Added(so_far.place, self.made(eqn, [Whole(before), others[0]])[0])
+        return Added(so_far.place, self._plus(before, others[0].atom, eqn))
+
+    def _plus(self, before: Atom, own: Atom, like: jex.JaxprEqn) -> jex.Var:
+        """Return the sum of two, in the order in which the program that the loop is compared with adds them."""
+        closed = jax.make_jaxpr(lax.add)(typed(before), typed(own))
+        ways = [inlined(closed, each, like.source_info) for each in ([before, own], [own, before])]
+        eqns, (made,) = next((way for way in ways if self.slabs.is_known(way[0][0])), ways[0])
+        self.eqns += eqns
+        return made
 
     def _once_over(self, eqn: jex.JaxprEqn, so_far: Kind, found: list[Kind]) -> list[Kind]:
         """Return what an equation makes: a sum over what is scattered has what each chunk adds that to in it, and that
@@ -302,7 +313,7 @@ class _Chunks:
     def _joined(self, eqn: jex.JaxprEqn, rows: Rows | Slab) -> Kind:
         """Return what a reduction joins of all rows."""
         size, name = shaped(eqn.invars[0]).shape[rows.dimension], eqn.primitive.name
-        fill = _neutral(name, shaped(eqn.invars[0]).dtype)
+        fill = neutral(name, shaped(eqn.invars[0]).dtype)
         if isinstance(rows, Slab) and not self.slabs.is_own(rows, size, fill):
             raise OtherLoopError
         return Joined(self.made(eqn, [rows])[0], name)
@@ -310,8 +321,8 @@ class _Chunks:
     def _joined_to(self, eqn: jex.JaxprEqn, so_far: Carry, joined: Joined) -> Kind:
         """Return a carry that began with nothing, and to which chunks were joined."""
         begin = self.begin[so_far.place]
-        neutral = _neutral(joined.by, shaped(eqn.outvars[0]).dtype)
-        begins = begin in self.known and self.places.is_all(self.known[begin], neutral)
+        none = neutral(joined.by, shaped(begin).dtype)
+        begins = begin in self.known and self.places.is_all(self.known[begin], none)
         if not begins or eqn.primitive is not JOINS[joined.by]:
             raise OtherLoopError
         return Added(so_far.place, joined.atom)
@@ -368,7 +379,7 @@ class _Chunks:
             guesses = ()
         for guess in guesses:
             results = tuple(guess for _ in eqn.outvars)
-            sizes = tuple((name, guess) for name in _SIZES if name in eqn.params)
+            sizes = tuple((name, guess) for name in SIZES if name in eqn.params)
             if (made := self._as_part(eqn, kinds, results, sizes)) is not None:
                 found.append((made, self.eqns[-1]))
         if not found:
@@ -587,12 +598,3 @@ class _Chunks:
             d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, (Rows, Slab)) else {}
             found.append(kind._replace(atom=v, **d))
         return found
-
-
-def _neutral(name: str, dtype: DType) -> int:
-    """Return what such a reduction joins with anything to just that."""
-    return 0 if name == "reduce_or" else 1 if dtype == np.bool_ else -1
-
-
-_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
-"""Parameters with the size of each dimension."""

@@ -33,6 +33,11 @@ def _iota(values: Values, key: object, operands: Operands, kind: Type) -> int | 
     return grid(values, kind, steps, constant(0))
 
 
+@rule("add_any")
+def _of_cotangents(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int:
+    return values.make("add", key, operands, kind)
+
+
 @rule("add", "sub")
 def _sum(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
     return _combined(values, operands, kind, 1 if key[0] == "add" else -1)

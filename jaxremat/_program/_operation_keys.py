@@ -15,6 +15,7 @@ def _window(params: dict[str, Any]) -> tuple[Any, ...]:
 
 
 KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **dict.fromkeys(("add", "add_any"), lambda params: ("add",)),
     "broadcast_in_dim": lambda params: tuple(params["broadcast_dimensions"]),
     "concatenate": lambda params: params["dimension"],
     "dynamic_slice": lambda params: None,

@@ -26,7 +26,8 @@ from typing import Any, Protocol
 import jax.extend.core as jex
 
 from .._program import _compat
-from .._program._axes import BatchingRule
+from .._program._axes import OF_SUMS, BatchingRule, is_scattered
+from .._program._compat import Atom
 from .._program._flops import aval_nbytes, eqn_flops
 from .._program._primitives import contracts
 from ._flat_program import within
@@ -195,6 +196,19 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[jex.
 
     own = (i for i in loops[number] if first.get(i) == number)
     return [v for i in own for v in program.eqns[i].outvars if is_read(v, i)]
+
+
+def goes_on(program: Readers, loop: Loop, v: Atom) -> bool:
+    """Return whether a value is a sum of a loop to which each chunk adds in its place: one that is
+    scattered, or one of sums with such a sum among them.
+    """
+    i = -1 if _compat.is_literal(v) else program.maker.get(v, -1)
+    if i not in loop:
+        return False
+    eqn, rule = program.eqns[i], loop[i]
+    if is_scattered(eqn):
+        return rule.summed
+    return rule is OF_SUMS and any(goes_on(program, loop, a) for a in eqn.invars)
 
 
 def _narrowed(program: Readers, component: Component, limits: Limits) -> list[list[int]]:

@@ -15,7 +15,7 @@ Law: rows are made by the same operations as before, sums over rows chunk by chu
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
 from types import MappingProxyType
 from typing import Any
@@ -46,9 +46,10 @@ from ._halos import Halos
 from ._loop_closing import without_unread
 from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
-from ._region_loops import Loop, handed_on, owners, schedule
+from ._region_loops import Loop, goes_on, handed_on, owners, schedule
 from ._row_parts import RowParts, in_shape
 from ._row_regions import Region
+from ._row_scans import Around
 from ._selections import settled
 
 NONE: Mapping[Any, str] = MappingProxyType({})
@@ -144,10 +145,10 @@ class _Chunks:
         self.leaves.sort(
             key=lambda v: self.dimension[v] is not None and contracts(program.eqns[program.maker[v]])
         )
-        # A sum that is scattered goes on in the array that it starts with.
-        self.over = {
-            v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
-        }
+        # A sum that is scattered goes on in the array that it starts with, as does one of several sums with such among
+        # them: tied embeddings have one gradient, not one for each time that they are read.
+        self.going = {v: leaf for leaf in self.leaves for v in self._going(leaf)}
+        self.over = {leaf: self._begins(leaf) for leaf in dict.fromkeys(self.going.values())}
         # So does one that is added to a carry of the loop around, as gradients are accumulated, or scaled and added; or
         # to what was made before, as the gradient of what two loops read.
         before = {i for i in place if i >= 0 and place[i] < place[~number]}
@@ -159,6 +160,21 @@ class _Chunks:
         self.parted = self._read_by([*self.turned, *self.rules])
         carries = (begin for _, begin in self.begun.values())
         self.reads = list(dict.fromkeys([*self._read_by([*self.moved, *self.rules]), *carries]))
+
+    def _going(self, v: Atom) -> list[Any]:
+        """Return a sum that each chunk adds to in its place, and those that it is of; none if it is no such sum."""
+        if _compat.is_literal(v) or not goes_on(self.program, self.rules, v):
+            return []
+        eqn = self.program.eqns[self.program.maker[v]]
+        return [v, *(own for a in eqn.invars if not is_scattered(eqn) for own in self._going(a))]
+
+    def _begins(self, leaf: jex.Var) -> list[Any]:
+        """Return what such a sum starts with, all of which are added: zeros but once."""
+        made = [self.program.eqns[self.program.maker[v]] for v, of in self.going.items() if of is leaf]
+        begins = [eqn.invars[0] for eqn in made if is_scattered(eqn)]
+        maker = self.program.maker
+        around = Around({}, lambda v: self.program.eqns[maker[v]] if v in maker else None)
+        return [a for a in begins if not around.is_zero(a)] or begins[:1]
 
     def _added_to(self, v: jex.Var, before: Collection[int]) -> tuple[list[int], Any] | None:
         """Return the equations that scale a sum and add it to a carry, or to what nothing else reads, and that; None
@@ -274,7 +290,7 @@ class _Chunks:
             last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
             zero, env[last] = lax.optimization_barrier((zero, env[last]))
         start = [
-            env[self.over[v]]
+            self._begun(env, v)
             if v in self.over
             else env[self.begun[v][1]]
             if v in self.begun
@@ -289,6 +305,10 @@ class _Chunks:
 
         state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
         return [self.rows.all(a.astype(shaped(v).dtype), v) for a, v in zip(state, self.leaves, strict=True)]
+
+    def _begun(self, env: Mapping[Any, Any], v: jex.Var) -> jax.Array:
+        """Return what a sum starts with that goes on in its place."""
+        return reduce(lax.add, (env[a] for a in self.over[v]))
 
     def _type(self, v: jex.Var) -> Any:
         """Return the type in which a result is carried from chunk to chunk."""
@@ -345,11 +365,17 @@ class _Chunks:
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
             eqns.append(_compat.renamed(eqn, env).replace(outvars=[made]))
+        going = dict(so_far)  # sums that go on, with what this chunk has added so far
         for i, rule in self.rules.items():
             eqn = self.program.eqns[i]
-            invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
-            if rule.summed and is_scattered(eqn):
-                invars[0] = so_far[eqn.outvars[0]]
+            leaf = self.going.get(eqn.outvars[0])
+            if leaf is not None:
+                own = [a for a in eqn.invars[is_scattered(eqn) :] if a not in self.going]
+                if not own:
+                    continue  # the one of its sums has been added to the other
+                invars = [going[leaf], *(a if _compat.is_literal(a) else env[a] for a in own)]
+            else:
+                invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             params = self.rows.around(eqns, env, eqn, rule, invars, index, self._joins(eqn.outvars[0]))
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
@@ -357,6 +383,8 @@ class _Chunks:
             ]
             eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             env.update(zip(eqn.outvars, outvars, strict=True))
+            if leaf is not None:
+                going[leaf] = env[leaf] = outvars[0]
             named = ((v, self.labels[v]) for v in eqn.outvars if v in self.labels and self.opens)
             for v, name in named:  # for the planner, to whom the loop is inlined
                 made = _compat.new_var(env[v].aval)
@@ -411,7 +439,7 @@ class _ScannedChunks(_Chunks):
     def _run(self, *operands: object) -> list[jax.Array]:
         env = self._read(operands)
         start = [
-            env[self.over[v]] if v in self.over else self._before(v, jnp.zeros(())) for v in self.carried
+            self._begun(env, v) if v in self.over else self._before(v, jnp.zeros(())) for v in self.carried
         ]
         # The gradient of what chunks read whole is added up, chunk after chunk, in the type that they read.
         whole = [env[a].astype(_sum_type(env[a].dtype)) for a in self.whole]

@@ -30,7 +30,6 @@ from .._program._axes import (
     BatchingRule,
     Parts,
     agree,
-    is_scattered,
     joined,
     rules,
     sum_type,
@@ -41,7 +40,7 @@ from .._program._primitives import contracts, is_draw, is_fusion_root, is_relabe
 from .._program._windows import WindowRule, windows
 from ._halos import in_parts
 from ._program_readers import Readers
-from ._region_loops import USUAL, WIDE, Limits, Loop, handed_on, loops_of, owners, schedule
+from ._region_loops import USUAL, WIDE, Limits, Loop, goes_on, handed_on, loops_of, owners, schedule
 from ._row_scans import Around, BodyBatchingRule, ways
 
 LARGE = 1 / 16
@@ -559,15 +558,20 @@ class Grower:
         form; not of short numbers, whose sums have another type here.
         """
         operands = eqn.invars
-        if not operands or any(_compat.is_literal(a) or a not in made or self._goes_on(a) for a in operands):
+        if not operands or any(_compat.is_literal(a) or a not in made for a in operands):
             return None
         if any(sum_type(shaped(a).dtype) != shaped(a).dtype for a in operands):
             return None
+        going = [a for a in _compat.variables(operands) if goes_on(self.program, self.rules, a)]
+        if any(len(self.program.readers[a]) > 1 or a in self.program.returned for a in going):
+            return None
+        if going and len({*operands}) < len(operands):
+            return None  # it is not added to itself in its place
         if eqn.primitive.name in ("add", "add_any"):
             return OF_SUMS
         (a, *_) = operands
         alone = len(self.program.readers[a]) == 1 and a not in self.program.returned
-        return OF_SUM if alone and is_relabelling(eqn) else None
+        return OF_SUM if alone and not going and is_relabelling(eqn) else None
 
     def _of_rows(self, eqn: jex.JaxprEqn, own: Collection[jex.Var]) -> BatchingRule | None:
         """Return the way of an equation that joins rows which some of these equations make, in the same iteration."""
@@ -576,10 +580,6 @@ class Grower:
             if rows in own and scope == self.scope and rule.operands == (self.dimension[rows],):
                 return rule
         return None
-
-    def _goes_on(self, v: jex.Var) -> bool:
-        """Return whether each chunk adds to a sum in its place, so that there is no sum of its own."""
-        return is_scattered(self.program.eqns[self.program.maker[v]])
 
     def _between(self) -> list[int]:
         """Return the equations that read, if only through others, what the region makes, and make what it reads; none

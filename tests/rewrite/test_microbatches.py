@@ -25,6 +25,7 @@ from jaxremat import ArgumentError
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._backward_equations import backward_equations
+from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._trace import Traced, trace
 
 BATCH, LENGTH, WIDTH, WORDS, LAYERS = 8, 6, 16, 12, 4
@@ -214,6 +215,53 @@ def test_microbatches_give_what_the_batch_gives(name: str, count: int) -> None:
     want = jax.tree.leaves(evaluated(step)(params, *batch))
     got = evaluated(jex.jaxpr_as_fun(runnable(divided)))(*flat)
     close(want, got, 1e-2 if name == "short" else 1e-5)
+
+
+def preferred(params: Any, words: Any, others: Any) -> Any:
+    """A table that pairs of sequences read, and twice more as the head of theirs."""
+    table, up, down = params
+
+    def score(words: Any) -> Any:
+        h = table[words]
+        logits = jax.nn.log_softmax((h + jnp.tanh(h @ up) @ down) @ table.T)
+        return jnp.take_along_axis(logits, words[..., None], -1).sum((1, 2))
+
+    return -jax.nn.log_sigmoid(score(words) - score(others)).mean()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.usefixtures("_small")
+def test_gradients_of_what_is_read_several_times_are_one_sum(count: int) -> None:
+    step = descent(preferred)
+    args = (weights((WORDS, D), *PAIR), tokens(), tokens()[::-1])
+    found = trace(jax.jit(step), args, {})
+    divided = in_microbatches(found, count)
+    (region,) = (region for region in found.sites.regions if region.whole)
+    assert region.sum_nbytes <= 4 * (sum(w.size for w in args[0]) + 1)
+    (loop,) = divided.loops
+    table = [v for v in loop.eqn.outvars if v.aval.shape == (WORDS, D)]
+    assert len(table) == 1
+    close(
+        jax.tree.leaves(evaluated(step)(*args)),
+        jax.tree.leaves(evaluated(jex.jaxpr_as_fun(runnable(divided)))(*jax.tree.leaves(args))),
+        1e-5,
+    )
+    assert equivalence(found.flat).difference(runnable(divided)) is None
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_sum_that_is_added_to_itself_is_twice_that_sum() -> None:
+    """Equal gradients are one array, which one equation reads twice."""
+
+    def loss(params: Any, words: Any) -> Any:
+        table, up, _ = params
+        return sum(jnp.mean(jnp.tanh(table[words] @ up)) for _ in range(2))
+
+    step, args = descent(loss), (weights((WORDS, D), *PAIR), tokens())
+    divided = in_microbatches(trace(jax.jit(step), args, {}), 4)
+    assert divided.microbatches == 4
+    got = evaluated(jex.jaxpr_as_fun(runnable(divided)))(*jax.tree.leaves(args))
+    close(jax.tree.leaves(evaluated(step)(*args)), jax.tree.leaves(got), 1e-5)
 
 
 def sizes(eqns: Any) -> list[int]:
