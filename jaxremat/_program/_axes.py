@@ -178,7 +178,9 @@ def _named(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _pointwise(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield an operand with one entry along the axis is read whole."""
+    """Yield an operand with one entry along the axis is read whole; choices repeat none."""
+    if eqn.primitive.name == "select_n" and len({*map(_shape, eqn.invars)} - {()}) > 1:
+        return
     for d, size in enumerate(_shape(eqn.outvars[0])):
         own = (d if _shape(a) and _shape(a)[d] == size else None for a in eqn.invars)
         yield BatchingRule(tuple(own), tuple(d for _ in eqn.outvars))

@@ -162,6 +162,29 @@ def test_rows_in_parts() -> None:
     assert not is_proved(lambda x, *_: (jnp.tanh(x), jnp.tanh(x).sum(0)), crossed)
 
 
+@pytest.mark.parametrize("count", [CHUNKS, ROWS])
+def test_choices_are_made_row_by_row_in_a_loop_within(count: int) -> None:
+    """Where a chunk has one row, what all iterations choose from may look as if it were read whole."""
+
+    def iterated(x: Any) -> Any:
+        least = jnp.full_like(x, -1.0)
+
+        def body(h: Any, _: Any) -> Any:
+            return jnp.where(h > least, jnp.sin(h) * x, least), None
+
+        return lax.scan(body, jnp.zeros_like(x), None, length=3)[0]
+
+    def chunks(x: Any, *_: Any) -> Any:
+        def body(so_far: Any, i: Any) -> Any:
+            at = i * (ROWS // count)
+            part = iterated(lax.dynamic_slice_in_dim(x, at, ROWS // count))
+            return lax.dynamic_update_slice_in_dim(so_far, part, at, 0), None
+
+        return lax.scan(body, jnp.zeros_like(x), jnp.arange(count))[0]
+
+    assert is_proved(lambda x, *_: iterated(x), chunks)
+
+
 @pytest.mark.parametrize("begin", [0.0, 1.0])
 def test_a_sum_over_what_is_scattered_begins_with_nothing(begin: float) -> None:
     """Or each chunk would add that once more."""
