@@ -107,6 +107,10 @@ class Variant:
         """Return the same with these choices as well, or instead for the same site."""
         return type(self).of(*self.choices, *choices)
 
+    def is_part_of(self, other: "Variant") -> bool:
+        """Return whether another variant does otherwise all that this one does, be it with other settings."""
+        return {choice[:2] for choice in self.choices} <= {choice[:2] for choice in other.choices}
+
     def __bool__(self) -> bool:
         return bool(self.choices)
 
