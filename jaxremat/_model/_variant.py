@@ -111,6 +111,10 @@ class Variant:
         """Return whether another variant does otherwise all that this one does, be it with other settings."""
         return {choice[:2] for choice in self.choices} <= {choice[:2] for choice in other.choices}
 
+    def overlaps(self, other: "Variant") -> bool:
+        """Return whether another variant does something otherwise that this one does, be it with another setting."""
+        return not {choice[:2] for choice in self.choices}.isdisjoint(choice[:2] for choice in other.choices)
+
     def __bool__(self) -> bool:
         return bool(self.choices)
 

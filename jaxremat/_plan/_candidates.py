@@ -401,7 +401,8 @@ def next_allowance(compiled: Sequence[CompiledCandidate], budget: int) -> int:
     nearer to what fits with each in a row that does not, for compiled peaks may follow slowly.
 
     Where none fits, less by what is missing, and with each one twice as much. Where none above one that fits exceeds
-    it, more by what is left, or the budget itself: far below it the model may err as it does not near it.
+    it, more by what is left, and with each one four times as much, or the budget itself where more is left than it
+    errs by: far below it the model may err as it does not near it.
     """
     fits = [each for each in compiled if each.peak_nbytes <= budget]
     exceeds = [each for each in compiled if each.peak_nbytes > budget]
@@ -412,7 +413,9 @@ def next_allowance(compiled: Sequence[CompiledCandidate], budget: int) -> int:
     low = max(fits, key=lambda each: each.profile.peak_nbytes)
     above = [each for each in exceeds if each.profile.peak_nbytes > low.profile.peak_nbytes]
     if not above:
-        return max(budget, *(budget - each.beyond_nbytes for each in fits))
+        most, left = max(budget, *(budget - each.beyond_nbytes for each in fits)), budget - low.peak_nbytes
+        near = low.profile.peak_nbytes + 4 ** len(fits[1:]) * left
+        return most if left >= low.beyond_nbytes else min(most, near)
     high = min(above, key=lambda each: each.profile.peak_nbytes)
     reach = high.profile.peak_nbytes - low.profile.peak_nbytes
     share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)

@@ -246,6 +246,13 @@ class Ledger:
             return 0
         return nearest.compiled_peak_nbytes - nearest.predicted_peak_nbytes
 
+    def likely_beyond_nbytes(self, graph: Graph) -> int | None:
+        """Return the least by which compiled peaks were above predicted ones of variants that do some of what this one
+        does otherwise; None where nothing of the kind was compiled.
+        """
+        alike = (each for each in self.compiled if each.graph.form.overlaps(graph.form))
+        return min((each.beyond_nbytes for each in alike), default=None)
+
     def some(self) -> list[CompiledCandidate]:
         """Return what was compiled. **Raises:** `NoProgramError` where that is nothing."""
         if not self.compiled:

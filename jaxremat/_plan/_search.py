@@ -162,7 +162,8 @@ class Search:
         """
         with self._interruptible(math.inf):
             self._least(None)
-            lowest = min(self.ledger.some(), key=lambda each: each.peak_nbytes)
+            found = self.ledger.some()
+            lowest = min([*filter(self._affordable, found)] or found, key=lambda each: each.peak_nbytes)
             # Where the schedule of least memory costs too much, fewer microbatches may not.
             while not self._affordable(lowest) and (made := self.source.make_shallower()):
                 compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
@@ -408,7 +409,8 @@ class Search:
             allowance = budget - max(each.beyond_nbytes for each in of_form)
         else:
             near = NEAR * self.temporaries_nbytes
-            allowance = budget - self.ledger.beyond_nbytes(candidate.graph, budget, near)
+            known = self.ledger.beyond_nbytes(candidate.graph, budget, near)
+            allowance = budget - max(known, self.ledger.likely_beyond_nbytes(candidate.graph) or 0)
         if candidate.allowance != allowance:
             candidate.allowance, candidate.pending = allowance, None
 
@@ -532,7 +534,7 @@ class Search:
         """Return whether a schedule of this solver's of least memory is about the least or takes less than what was
         compiled only if the model errs in its favour as never before on what this solver makes of its variant, in as
         many stages or more: between fewer barriers the compiler needs more than predicted. Where nothing of that was
-        compiled, it may be about the least if the model is right, or errs as far as on any other.
+        compiled, on variants that do some of the same, and without these, if it is right, or errs as far as on any.
 
         Of another cutting with the same figures nothing else is expected.
         """
@@ -542,8 +544,10 @@ class Search:
             return False
         profile, alike = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
         own = [each.beyond_nbytes for each in alike if len(each.graph.stages) >= len(graph.stages)]
-        others = (each.beyond_nbytes for each in self.ledger.compiled)
-        expected = profile.peak_nbytes + (min(own) if own else min(0, *others))
+        likely = min(own) if own else self.ledger.likely_beyond_nbytes(graph)
+        if likely is None:
+            likely = min(0, *(each.beyond_nbytes for each in self.ledger.compiled))
+        expected = profile.peak_nbytes + likely
         cheaper = (e for e in self.ledger.compiled if e.profile.extra_seconds <= profile.extra_seconds)
         no_better = bool(own) and any(each.peak_nbytes <= expected for each in cheaper)
         return no_better or expected > self._about_least()

@@ -306,12 +306,12 @@ def bound_nbytes(search: Search) -> float:
 
 
 def test_errors_at_the_least_memory_are_not_taken_for_those_near_it() -> None:
-    """Compiled peaks hardly follow the predicted ones: all is saved, with one more compilation."""
+    """Compiled peaks hardly follow the predicted ones: all is saved, after two more compilations."""
     search = near_the_least(lambda saved: 200 + saved / 40)
     trial = search.least(3)
     assert trial is not None
     assert len(trial.solution.schedule.saved) == 40 and trial.profile.extra_seconds == 0
-    assert len(search.ledger.compiled) == 2
+    assert len(search.ledger.compiled) == 3
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2, 3])
@@ -626,6 +626,40 @@ def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
     assert trial is not None
     assert trial.graph.form == of_chunks(8)
     assert of_chunks(2) not in compiled_forms
+
+
+def test_of_variants_that_do_some_of_the_same_the_error_is_expected_that_was_seen() -> None:
+    """One needs 500 bytes more than predicted: another of its choices is not compiled for less than is known."""
+    graph = replace(chain(12), platform="gpu", form=of_chunks(4))
+    search = searching(chain(12), Prefixes(), compiled_dearly)
+    trial = a_trial(graph, set(), 0.1)
+    search.ledger.compiled = [replace(trial, peak_nbytes=trial.peak_nbytes + 500)]
+    for form, hopeless in ((of_chunks(2).also(Choice(ATTENTION, 0, (1,))), True), (PLAIN, False)):
+        other = replace(graph, form=form, base_nbytes=graph.base_nbytes + 1)
+        assert search._hopeless(other, trial.solution, search.ledger.solver) == hopeless
+        search._aim(candidate := Candidate(other), 10**9)
+        assert candidate.allowance == 10**9 - 500 * hopeless
+
+
+def test_fewer_chunks_are_not_looked_at_where_an_affordable_plan_needs_little() -> None:
+    """The least memory of all costs three times the step; the least that costs less is known."""
+    graph = replace(chain(12), platform="gpu")
+    peak = peak_of(graph, graph.residuals)
+    made = {of_chunks(n): replace(graph, form=of_chunks(n)) for n in (2, 4)}
+    estimates = {(0, (n,)): Estimate(n * peak // 8) for n in (2, 4)}
+    tried: list[Variant] = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        tried.append(graph.form)
+        trial = a_trial(graph, set(solution.schedule.saved), 3.0 if graph.form else 0.1)
+        return replace(
+            trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + (not graph.form)
+        )
+
+    space = Space(graph, replace(NONE, others=(Sites(ROWS, estimates),)), made)
+    trial = searching(space, Prefixes(), compiled).least(3)
+    assert trial is not None and not trial.graph.form
+    assert of_chunks(4) in tried and of_chunks(2) not in tried
 
 
 def test_what_divides_no_work_is_the_least_where_parts_turn_out_to_cost_too_much() -> None:
