@@ -20,7 +20,6 @@ from .._model._sites import Variants
 from .._model._stages import cuttings
 from .._model._variant import ROWS, Variant
 from .._solver import MinCut, Solution, Solver
-from .._solver._frontiers import repeated_seconds
 from .._solver._interface import Staged
 from ._ledger import CompiledCandidate
 
@@ -345,10 +344,9 @@ def _with_and_without_host(graph: Graph) -> list[Graph]:
 @dataclass
 class Candidate:
     """One graph, cut into stages: what was `compiled` of it; the predicted peak to ask for next (`allowance`), and the
-    `pending` solution for that, with its rank (`order`); by how many seconds the model erred on the last of its
-    variant, with host memory; whether no more is to be gained of it (`closed`); whether the pending solution is
-    `finished`, as of `Ledger.finished`, or may save `open_seconds` then: what its stages recompute that the one before
-    has.
+    `pending` solution for that, with its rank (`order`), and the `open_seconds` that it may save once it is finished;
+    by how many seconds the model erred on the last of its variant, with host memory; whether no more is to be gained of
+    it (`closed`).
     """
 
     graph: Graph
@@ -356,16 +354,9 @@ class Candidate:
     allowance: int = -1
     pending: Solution | None = None
     order: tuple[float, ...] = ()
+    open_seconds: float = 0.0
     error_seconds: float = 0.0
     closed: bool = False
-    finished: bool = True
-
-    @property
-    def open_seconds(self) -> float:
-        """See above."""
-        if self.finished or self.pending is None:
-            return 0.0
-        return repeated_seconds(self.graph, self.pending.schedule)
 
     @property
     def expected(self) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InstallError, SolverError
 from .._runtime._progress import Stopwatch, phase
 from .._solver import MinCut, Solution, Solver
+from .._solver._frontiers import repeated_seconds
 from .._solver._interface import Staged
 
 COMPILATIONS = 2
@@ -334,10 +335,18 @@ class Ledger:
         check(graph, solution.schedule)
         return self._never_worse(graph, allowance, solution) if solver is self.solver else solution
 
+    def has_finished(self, graph: Graph, allowance: int) -> bool:
+        """Return whether `finished` would change nothing: what was finished before is never worse."""
+        return not isinstance(self.solver, Staged) or (id(graph), allowance) in self._finished
+
+    def open_seconds(self, graph: Graph, allowance: int, begun: Solution) -> float:
+        """Return what finishing a solution may save: what its stages recompute that the one before has."""
+        return 0.0 if self.has_finished(graph, allowance) else repeated_seconds(graph, begun.schedule)
+
     def finished(self, graph: Graph, allowance: int, begun: Solution) -> Solution:
         """Return the solution of which the solver has begun."""
-        if not isinstance(self.solver, Staged) or (id(graph), allowance) in self._finished:
-            return begun  # or what was finished before, which is never worse
+        if not isinstance(self.solver, Staged) or self.has_finished(graph, allowance):
+            return begun
         self._finished.add((id(graph), allowance))
         with self._solving(allowance):
             limit = self.effort.limit(self.time_limit)

@@ -338,15 +338,16 @@ class Search:
                 continue
             if candidate.pending is None:
                 candidate.pending = self.ledger.within(candidate.graph, candidate.allowance, begin=True)
-                candidate.finished = False
+            candidate.open_seconds = self.ledger.open_seconds(
+                candidate.graph, candidate.allowance, candidate.pending
+            )
             candidate.order = self._rank(candidate.graph, candidate.pending, candidate.allowance)
             tried = self._tried(candidate)
             if candidate.order[0] == 0.0 and not tried and self._promises(candidate, best):
                 ready.append(candidate)
                 if candidate.order[1] <= cheap:
                     break
-        while (chosen := self._cheapest(ready)) is not None and not chosen.finished:
-            self._finish(chosen)
+        while (chosen := self._cheapest(ready)) is not None and self._finish(chosen):
             if self._tried(chosen) or not self._promises(chosen, best):
                 ready.remove(chosen)
         if chosen is None and best is None:
@@ -356,7 +357,7 @@ class Search:
     def _cheapest(self, ready: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate that is chosen of these, or one that is not finished and may be cheaper then."""
         chosen = cheapest(ready, CHEAP / 2 * self.graph.step_seconds)
-        if chosen is None or not chosen.finished:
+        if chosen is None or not self.ledger.has_finished(chosen.graph, chosen.allowance):
             return chosen
         most = chosen.expected[1]
         cheaper = (
@@ -364,26 +365,29 @@ class Search:
         )
         return min(cheaper, key=lambda each: each.expected[1] - each.open_seconds, default=chosen)
 
-    def _finish(self, candidate: Candidate) -> None:
-        """Let the solver finish what it has begun."""
-        if candidate.pending is not None and not candidate.finished:
-            graph, allowance = candidate.graph, candidate.allowance
-            candidate.pending = self.ledger.finished(graph, allowance, candidate.pending)
-            candidate.order = self._rank(graph, candidate.pending, allowance)
-            candidate.finished = True
+    def _finish(self, candidate: Candidate) -> bool:
+        """Let the solver finish what it has begun; return whether it had not."""
+        graph, allowance = candidate.graph, candidate.allowance
+        if candidate.pending is None or self.ledger.has_finished(graph, allowance):
+            return False
+        candidate.pending = self.ledger.finished(graph, allowance, candidate.pending)
+        candidate.order, candidate.open_seconds = self._rank(graph, candidate.pending, allowance), 0.0
+        return True
 
     def _tried(self, candidate: Candidate) -> bool:
         """Return whether what is pending was compiled, and cannot become something else."""
-        if candidate.pending is not None and self.ledger.knows(candidate.graph, candidate.pending):
-            self._finish(candidate)
-        return candidate.pending is not None and self.ledger.knows(candidate.graph, candidate.pending)
+
+        def knows() -> bool:
+            return candidate.pending is not None and self.ledger.knows(candidate.graph, candidate.pending)
+
+        return knows() and (not self._finish(candidate) or knows())
 
     def _may_fit(self, candidate: Candidate, budget: int, turn: int) -> bool:
         """Return whether the least memory of a candidate may fit, for all that was compiled; it is pending then."""
         graph = candidate.graph
         if id(graph) in self.ledger.failed or self.source.turn(graph) != turn:
             return False
-        candidate.pending, candidate.finished = self.ledger.lowest(graph), True
+        candidate.pending, candidate.open_seconds = self.ledger.lowest(graph), 0.0
         candidate.order = rank(graph, candidate.pending.schedule, None)
         beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
         fits = simulate(graph, candidate.pending.schedule).peak_nbytes + beyond <= budget
