@@ -158,17 +158,17 @@ class CandidateSource:
         """Make the most promising variant of a turn that may fit, if none is known that takes less; return whether
         there was one.
 
-        A graph takes as long as several solves: those that do not promise to be worth it are made while nothing fits,
-        and last, in their order.
+        A graph takes as long as several solves: those that may fit only if their sketches need more than they do are
+        made last, while nothing fits.
 
         **Arguments:** `seconds` that the best so far takes, None if nothing fits.
         """
         inexact = turn == INEXACTLY
-        for promising in (True, False) if seconds is None else (True,):
+        for slack in (0.0, SKETCH_SLACK) if seconds is None else (0.0,):
             for left in self.left[inexact]:
                 able: Iterable[Variant] = self._able(left, seconds, budget, self.deepest[inexact])
-                if promising and turn != HOST:  # what host memory is worth, no sketch says
-                    able = self._promising(able, seconds, budget)
+                if turn != HOST:  # what host memory is worth, no sketch says
+                    able = self._promising(able, seconds, budget + int(slack * self.temporaries_nbytes))
                 if any(map(self.make, able)):
                     return True
         return False

@@ -484,14 +484,13 @@ class Search:
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at an affordable overhead, those
-        that may fit first, and without one, the least first, only those that promise to be affordable, if there are
+        that may fit first, then the least first, as without one, only those that promise to be affordable, if there are
         any. Where the effort is exhausted only the least of all that each solver has, and variants of which none was
         compiled and one promises to fit.
         """
         fits = budget is not None and self.ledger.best(budget) is not None
         if not fits or self.effort.allows(fits):
             self.source.make_lowest(self.most_seconds())
-        hopeless = partial(self._no_lower, budget) if budget else self._hopeless
         for solver in self.ledger.of_least:
             least = math.inf
             known = [(cut, self.ledger.lowest(cut, solver)) for cut in self.source.made]
@@ -505,9 +504,10 @@ class Search:
             likely = lowest + min(UNLIKELY * self.temporaries_nbytes, MANY_TIMES * beside)
             beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
             may_fit = [budget is not None and peak + beyond <= budget for peak in peaks]
-            order = sorted(range(len(known)), key=lambda i: not may_fit[i] if budget else peaks[i])
+            order = sorted(range(len(known)), key=lambda i: (not may_fit[i], not may_fit[i] and peaks[i]))
             for (cut, solution), peak in ((known[i], peaks[i]) for i in order):
                 is_least, least = peak == min(peaks) < least, min(peak, least)
+                hopeless = partial(self._no_lower, budget, is_least) if budget else self._hopeless
                 if peak > likely or self.ledger.knows(cut, solution) or hopeless(cut, solution, solver):
                     continue
                 fits = budget is not None and self._affordable(self.ledger.best(budget))
@@ -521,18 +521,22 @@ class Search:
                 if budget is not None and self._affordable(self.ledger.best(budget)):
                     return
 
-    def _no_lower(self, budget: int, graph: Graph, solution: Solution, solver: Solver) -> bool:
+    def _no_lower(
+        self, budget: int, is_least: bool, graph: Graph, solution: Solution, solver: Solver
+    ) -> bool:
         """Return whether a schedule of this solver's of least memory would neither fit nor need less than what was
-        compiled, if the model errs on it no less than on others of them of its variant that recompute no more.
+        compiled, if the model errs on it no less than on others of them of its variant that recompute no more; where
+        none was compiled and it is not the least of all, if the model is about right, or errs as far as on any.
         """
-        profile = simulate(graph, solution.schedule)
+        profile, alike = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
         most = profile.extra_seconds + CHEAP * graph.step_seconds
-        own = [e for e in self.ledger.lowest_compiled(graph, solver) if e.profile.extra_seconds <= most]
-        if not own:
+        own = [each.beyond_nbytes for each in alike if each.profile.extra_seconds <= most]
+        if not own and (is_least or not self.ledger.compiled):
             return False
-        expected = profile.peak_nbytes + min(each.beyond_nbytes for each in own)
-        least = min(each.peak_nbytes for each in self.ledger.compiled)
-        return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
+        others = (each.beyond_nbytes for each in self.ledger.compiled)
+        little = LITTLE * self.temporaries_nbytes
+        expected = profile.peak_nbytes + (min(own) if own else min(0, *others) - little)
+        return expected > max(budget, min(each.peak_nbytes for each in self.ledger.compiled) - little)
 
     def _hopeless(self, graph: Graph, solution: Solution, solver: Solver) -> bool:
         """Return whether a schedule of this solver's of least memory is about the least or takes less than what was

@@ -387,6 +387,25 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
     assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
 
 
+def test_a_refusal_compiles_the_form_of_least_memory_alone() -> None:
+    """Each of 6 forms needs twice the budget by the model, and more than the one before."""
+    graph = chain(12)
+    peak, tried = peak_of(graph), list[Variant]()
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        tried.append(graph.form)
+        trial = a_trial(graph, set(), 0.1)
+        return replace(trial, solution=solution, peak_nbytes=trial.peak_nbytes + 1000)
+
+    search = searching(graph, Prefixes(), compiled, 10 * peak)
+    search.source.made = [
+        replace(graph, form=of_chunks(2 + n), base_nbytes=graph.base_nbytes + n * UNIT)
+        for n in range(5, -1, -1)
+    ]
+    assert search.within(peak // 2, -MORE_ROUNDS) is None
+    assert tried == [of_chunks(2)]
+
+
 @pytest.mark.parametrize("expensive", [False, True])
 def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes_less(
     expensive: bool,
