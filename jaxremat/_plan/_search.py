@@ -414,7 +414,9 @@ class Search:
         else:
             near = NEAR * self.temporaries_nbytes
             known = self.ledger.beyond_nbytes(candidate.graph, budget, near)
-            allowance = budget - max(known, self.ledger.likely_beyond_nbytes(candidate.graph) or 0)
+            likely = self.ledger.likely_beyond_nbytes(candidate.graph) or 0
+            much = likely > LITTLE * self.temporaries_nbytes  # else solving once more gains little
+            allowance = budget - (max(known, likely) if much else known)
         if candidate.allowance != allowance:
             candidate.allowance, candidate.pending = allowance, None
 
