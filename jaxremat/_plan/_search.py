@@ -18,7 +18,7 @@ from functools import partial
 
 from .._emit._emit import COMBINED
 from .._model._graph import Graph
-from .._model._schedule import check
+from .._model._schedule import check, close_over_dependencies
 from .._model._simulate import extra_seconds, rank, simulate
 from .._model._variant import INSIDE
 from .._solver import Solution, Solver, Sublinear
@@ -168,6 +168,8 @@ class Search:
             while not self._affordable(lowest) and (made := self.source.make_shallower()):
                 compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
                 lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
+            if not self._affordable(lowest):
+                lowest = self._affordable_least(lowest)
             self._fewer_microbatches(lowest)
             self._approach(None, 0, rounds)
         most = self._about_least()
@@ -176,6 +178,22 @@ class Search:
             return found if found is not None and found.seconds < 0 else None
         assert found is not None  # the least itself
         return found
+
+    def _affordable_least(self, lowest: CompiledCandidate) -> CompiledCandidate:
+        """Compile the schedule of least predicted peak at an affordable overhead, of the graph of one that costs too
+        much; return it, or that one where there is none.
+        """
+        graph, most = lowest.graph, self.most_seconds()
+        everything = close_over_dependencies(graph, graph.residuals)
+        low, high = lowest.profile.peak_nbytes, simulate(graph, everything).peak_nbytes
+        best: Solution | None = None
+        while high - low > LEAST_SLACK * self.temporaries_nbytes:
+            middle = (low + high) // 2
+            found = self.ledger.within(graph, middle)
+            affordable = extra_seconds(graph, found.schedule) <= most
+            low, high, best = (low, middle, found) if affordable else (middle, high, best)
+        made = None if best is None else self.ledger.compile(graph, best)
+        return made or lowest
 
     def _fewer_microbatches(self, lowest: CompiledCandidate) -> None:
         """Compile schedules of least memory in fewer microbatches than the lowest is in, by bisection: where sums of

@@ -127,8 +127,6 @@ def draw_form(rng: random.Random, traced: Traced) -> Variant:
     def levels(length: int) -> tuple[int, ...]:
         able: list[tuple[int, ...]] = [(), (length,), *choices(length)]
         if length > 3:
-            first = rng.randint(2, length - 1)
-            able += [(first,), (2, -1)]
             able += [(a, b) for a in (2, 3) for b in (2, 3) if a * b <= length and length - a * b != 1]
         return rng.choice(able)
 

@@ -82,7 +82,7 @@ def searching(
     return Search(space, Ledger(solver, effort or Effort(), 1.0, Compiler(compile)), temporaries_nbytes)
 
 
-def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> CompiledCandidate:
+def a_trial(graph: Graph, saved: set[int], compiled_overhead: float | None) -> CompiledCandidate:
     schedule = close_over_dependencies(graph, saved)
     profile = simulate(graph, schedule)
     compiled: Any = None
@@ -324,6 +324,24 @@ def test_the_least_memory_is_approached_as_a_budget_is(power: float) -> None:
     fitting = int(40 * 0.5 ** (1 / power))  # as many values may be saved
     assert 0.6 * fitting <= len(trial.solution.schedule.saved) <= fitting
     assert len(search.ledger.compiled) <= 4
+
+
+def test_where_the_least_memory_takes_twice_the_step_the_least_that_does_not_is_the_answer() -> None:
+    graph = chain(40)
+    graph = replace(
+        graph, step_seconds=0.7 * simulate(graph, close_over_dependencies(graph, ())).extra_seconds
+    )
+    tried: list[CompiledCandidate] = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        trial = a_trial(graph, set(solution.schedule.saved), None)
+        tried.append(replace(trial, solution=solution))
+        return tried[-1]
+
+    found = searching(graph, Prefixes(), compiled, peak_of(graph)).least(0)
+    assert found is not None
+    assert tried[0].profile.extra_seconds > graph.step_seconds >= found.profile.extra_seconds
+    assert found.profile.extra_seconds > 0.8 * graph.step_seconds
 
 
 def test_a_lower_peak_on_the_way_is_the_least_from_there_on() -> None:
