@@ -107,10 +107,6 @@ class Variant:
         """Return the same with these choices as well, or instead for the same site."""
         return type(self).of(*self.choices, *choices)
 
-    def is_part_of(self, other: "Variant") -> bool:
-        """Return whether another variant does otherwise all that this one does, be it with other settings."""
-        return {choice[:2] for choice in self.choices} <= {choice[:2] for choice in other.choices}
-
     def overlaps(self, other: "Variant") -> bool:
         """Return whether another variant does something otherwise that this one does, be it with another setting."""
         return not {choice[:2] for choice in self.choices}.isdisjoint(choice[:2] for choice in other.choices)

@@ -5,8 +5,7 @@ it is known which values a variant has in parts, a sketch (the plain graph with 
 it is worth a graph of its own.
 """
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
@@ -20,7 +19,6 @@ from .._model._sites import Variants
 from .._model._stages import cuttings
 from .._model._variant import ROWS, Variant
 from .._solver import MinCut, Solution, Solver
-from .._solver._interface import Staged
 from ._ledger import CompiledCandidate
 
 CHEAP = 0.002
@@ -44,14 +42,7 @@ that finds 0.04, in GPT of 4 layers within a third of its temporaries with its l
 
 SKETCH_SLACK = 0.1
 """A sketch may need so much more than the variant, as a share of the plain step's temporaries: with its loss in 2
-chunks that GPT fits a fifth of them, and its sketch needs 5 % more. So much more than estimated may it save, too."""
-
-BOUNDED = 1.5
-"""An integer program proves of a sketch up to so many times the seconds of recomputation in the variant: 1.37 times in
-GPT of 12 layers with its loss in 2 chunks, within a third of its temporaries."""
-
-TIME_SHARE = 0.25
-"""Share of a solve's time limit for a bound, which is to take less than the graph that it may rule out."""
+chunks that GPT fits a fifth of them, and its sketch needs 5 % more."""
 
 
 class Space(Protocol):
@@ -83,8 +74,8 @@ class CandidateSource:
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
     far; the variants `left`, by whether they change numbers, those of most of the step by themselves, whose graphs
     take longest to make; `plain_nbytes` the least that the plain step needs, once it does not fit; variants in fewer
-    microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; the `sketches`
-    of variants, minimum `cuts` of them by room in bytes, and `bounds` by the `id`s of graphs and room.
+    microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; by variant and room in
+    bytes whether what was `sketched` fits, and what it costs.
     """
 
     space: Space
@@ -93,9 +84,7 @@ class CandidateSource:
     temporaries_nbytes: int
     plain_nbytes: int = 0
     shallower: list[Variant] = field(default_factory=list)
-    sketches: dict[Variant, Graph | None] = field(default_factory=dict)
-    cuts: dict[tuple[Variant, int], tuple[bool, float]] = field(default_factory=dict)
-    bounds: dict[tuple[int, int], float] = field(default_factory=dict)
+    sketched: dict[tuple[Variant, int], tuple[bool, float] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph, self.variants = self.space.plain, self.space.variants
@@ -155,8 +144,7 @@ class CandidateSource:
             left.insert(max(cheaper, default=-1) + 1, inside)
 
     def add_variant(self, seconds: float | None, budget: int, turn: int) -> bool:
-        """Make the most promising variant of a turn that may fit, if none is known that takes less; return whether
-        there was one.
+        """Make the next variant of a turn that may fit, if none is known that takes less; return whether there was one.
 
         A graph takes as long as several solves: those that may fit only if their sketches need more than they do are
         made last, while nothing fits.
@@ -166,110 +154,57 @@ class CandidateSource:
         inexact = turn == INEXACTLY
         for slack in (0.0, SKETCH_SLACK) if seconds is None else (0.0,):
             for left in self.left[inexact]:
-                able: Iterable[Variant] = self._able(left, seconds, budget, self.deepest[inexact])
-                if turn != HOST:  # what host memory is worth, no sketch says
-                    able = self._promising(able, seconds, budget + int(slack * self.temporaries_nbytes))
-                if any(map(self.make, able)):
-                    return True
+                for variant in [*left]:
+                    estimate = self.variants.estimate(variant)
+                    if seconds is not None and seconds <= self.graph.extra_seconds + estimate.more_seconds:
+                        break
+                    may_fit = self.plain_nbytes - estimate.fewer_nbytes <= budget
+                    if not (may_fit or variant in self.deepest[inexact]):
+                        continue
+                    room = budget + int(slack * self.temporaries_nbytes)
+                    # What host memory is worth, no sketch says.
+                    if (turn == HOST or self._promises(variant, seconds, room)) and self.make(variant):
+                        return True
         return False
 
-    def _able(
-        self, left: Sequence[Variant], seconds: float | None, budget: int, deepest: Collection[Variant]
-    ) -> list[Variant]:
-        """Return the variants that may fit, and are estimated to take less by themselves."""
-        of = self.variants.estimate
-        most = math.inf if seconds is None else seconds - self.graph.extra_seconds
-        cheap = takewhile(lambda each: of(each).more_seconds < most, left)
-        return [e for e in cheap if e in deepest or self.plain_nbytes - of(e).fewer_nbytes <= budget]
-
-    def _promising(
-        self, variants: Iterable[Variant], seconds: float | None, budget: int
-    ) -> Iterator[Variant]:
-        """Yield the variants that may win: what promises to take least first, since its graph may rule out the others.
-
-        Of most of the step in chunks it is enough that it may win with rows in chunks inside: which these are is known
-        when it is made, but in each microbatch they are about those of the plain step.
+    def _promises(self, variant: Variant, seconds: float | None, budget: int) -> bool:
+        """Return whether a variant may win, by a sketch of its graph: whether that fits, and once something does,
+        whether it may take less. Of most of the step in chunks it is enough that it may with rows in chunks inside:
+        which these are is known when it is made, but in each microbatch they are about those of the plain step.
         """
-        promised: dict[Variant, tuple[float, Variant]] = {}
-        for variant in variants:
-            rows = self.rows if self.variants.estimate(variant).whole else ()
-            inside = (variant, *(variant.also(*each.choices) for each in rows))
-            found = ((self._promised(each, seconds, budget), each) for each in inside)
-            promised[variant] = min(found, key=lambda each: each[0])
-        for variant, (least, best) in sorted(promised.items(), key=lambda each: each[1][0]):
-            if least < math.inf and (seconds is None or self._may_win(best, seconds, budget)):
-                yield variant
-
-    def _promised(self, variant: Variant, seconds: float | None, budget: int) -> float:
-        """Return how many seconds a variant takes by a minimum cut of its sketch, or by itself where there is none;
-        infinitely many where that cannot win: it does not fit, or once something does, takes far longer.
-        """
-        # A sketch leaves out the sums that microbatches keep, but has whole what rows in chunks hand on.
-        slack = SKETCH_SLACK * self.temporaries_nbytes
-        slack *= seconds is not None and not self.variants.estimate(variant).whole
-        fits, again = self._cut(variant, budget + int(slack))
-        wins = fits if seconds is None else again <= SKETCHED * self._worthwhile(variant, seconds)
-        return (
-            self.graph.extra_seconds + self.variants.estimate(variant).more_seconds + again
-            if wins
-            else math.inf
-        )
-
-    def _worthwhile(self, variant: Variant, seconds: float) -> float:
-        """Return for how many seconds a variant may recompute, if it is to take less than so many."""
-        least = self.graph.extra_seconds + self.variants.estimate(variant).more_seconds
-        return seconds - least - CHEAP / 2 * self.graph.step_seconds
-
-    def _may_win(self, variant: Variant, seconds: float, budget: int) -> bool:
-        """Return whether a variant may take less than so many seconds by what the solver proves: of its sketch, or
-        where there is none, of the graph that was made of most of what it does, with as many bytes more as it saves
-        besides. What it takes longer itself is not added then: the graph may recompute the same.
-        """
-        if (sketch := self._sketch(variant)) is not None:
-            most = BOUNDED * self._worthwhile(variant, seconds)
-            return (
-                self._cut(variant, budget)[1] <= most
-                or self._bound(sketch, budget) - sketch.extra_seconds < most
-            )
-        of = self.variants.estimate
-        alike = (cut.form for cut in self.made if cut.form.is_part_of(variant))
-        near = max(alike, key=lambda form: of(form).fewer_nbytes)
-        room = budget + int(SKETCH_SLACK * self.temporaries_nbytes)
-        room += max(of(variant).fewer_nbytes - of(near).fewer_nbytes, 0)
-        most = seconds - CHEAP / 2 * self.graph.step_seconds
+        whole = self.variants.estimate(variant).whole
         return any(
-            self._bound(cut, room) < most for cut in self.made if cut.form == near and cut.host is None
+            self._may_win(each, seconds, budget)
+            for each in (variant, *(variant.also(*rows.choices) for rows in (self.rows if whole else ())))
         )
 
-    def _bound(self, graph: Graph, room: int) -> float:
-        """Return what the solver proves that a graph takes at least within so many bytes; nothing where it does not
-        fit.
-        """
-        if (id(graph), room) not in self.bounds:
-            solve = self.solver.begin if isinstance(self.solver, Staged) else self.solver.solve
-            found = solve(graph, room, time_limit=TIME_SHARE * self.time_limit)
-            profile, bound = simulate(graph, found.schedule), found.lower_bound * graph.step_seconds
-            fits = profile.peak_nbytes <= room
-            self.bounds[id(graph), room] = min(bound, profile.extra_seconds) if fits else -math.inf
-        return self.bounds[id(graph), room]
+    def _may_win(self, variant: Variant, seconds: float | None, budget: int) -> bool:
+        estimate = self.variants.estimate(variant)
+        if seconds is None:
+            sketch = self._sketch(variant, budget)
+            return sketch is None or sketch[0]
+        worthwhile = seconds - self.graph.extra_seconds - estimate.more_seconds
+        worthwhile -= CHEAP / 2 * self.graph.step_seconds
+        if worthwhile < 0:
+            return False
+        # A sketch leaves out the sums that microbatches keep, but has whole what rows in chunks hand on.
+        room = budget + int((not estimate.whole) * SKETCH_SLACK * self.temporaries_nbytes)
+        sketch = self._sketch(variant, room)
+        return sketch is None or sketch[1] <= SKETCHED * worthwhile
 
-    def _sketch(self, variant: Variant) -> Graph | None:
-        if variant not in self.sketches:
-            self.sketches[variant] = self.variants.sketch(self.graph, variant)
-        return self.sketches[variant]
-
-    def _cut(self, variant: Variant, room: int) -> tuple[bool, float]:
-        """Return whether a minimum cut of a variant's sketch fits, and how many seconds it recomputes for; none where
-        there is no sketch.
+    def _sketch(self, variant: Variant, room: int) -> tuple[bool, float] | None:
+        """Return whether a sketch of a variant's graph fits, and what its values cost then, None where there is
+        none.
         """
-        if (sketch := self._sketch(variant)) is None:
-            return True, 0.0
-        if (variant, room) not in self.cuts:
-            schedule = MinCut().solve(sketch, room, time_limit=self.time_limit).schedule
-            profile = simulate(sketch, schedule)
-            again = profile.extra_seconds - sketch.extra_seconds
-            self.cuts[variant, room] = profile.peak_nbytes <= room, again
-        return self.cuts[variant, room]
+        if (variant, room) not in self.sketched:
+            sketch = self.variants.sketch(self.graph, variant)
+            found = None
+            if sketch is not None:
+                schedule = MinCut().solve(sketch, room, time_limit=self.time_limit).schedule
+                profile = simulate(sketch, schedule)
+                found = profile.peak_nbytes <= room, profile.extra_seconds - sketch.extra_seconds
+            self.sketched[variant, room] = found
+        return self.sketched[variant, room]
 
     def make_lowest(self, most_seconds: float) -> None:
         """Add the graphs of the variants that may need the least memory at an affordable overhead, of all that are not
