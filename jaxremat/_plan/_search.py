@@ -187,7 +187,7 @@ class Search:
         everything = close_over_dependencies(graph, graph.residuals)
         low, high = lowest.profile.peak_nbytes, simulate(graph, everything).peak_nbytes
         best: Solution | None = None
-        while high - low > LEAST_SLACK * self.temporaries_nbytes:
+        while high - low > max(LEAST_SLACK * self.temporaries_nbytes, 1):
             middle = (low + high) // 2
             found = self.ledger.within(graph, middle)
             affordable = extra_seconds(graph, found.schedule) <= most

@@ -326,7 +326,11 @@ def test_the_least_memory_is_approached_as_a_budget_is(power: float) -> None:
     assert len(search.ledger.compiled) <= 4
 
 
-def test_where_the_least_memory_takes_twice_the_step_the_least_that_does_not_is_the_answer() -> None:
+@pytest.mark.parametrize("share", [1, 0])
+def test_where_the_least_memory_takes_twice_the_step_the_least_that_does_not_is_the_answer(
+    share: int,
+) -> None:
+    """Of a step without temporaries to a byte."""
     graph = chain(40)
     graph = replace(
         graph, step_seconds=0.7 * simulate(graph, close_over_dependencies(graph, ())).extra_seconds
@@ -338,7 +342,7 @@ def test_where_the_least_memory_takes_twice_the_step_the_least_that_does_not_is_
         tried.append(replace(trial, solution=solution))
         return tried[-1]
 
-    found = searching(graph, Prefixes(), compiled, peak_of(graph)).least(0)
+    found = searching(graph, Prefixes(), compiled, share * peak_of(graph)).least(0)
     assert found is not None
     assert tried[0].profile.extra_seconds > graph.step_seconds >= found.profile.extra_seconds
     assert found.profile.extra_seconds > 0.8 * graph.step_seconds
