@@ -78,9 +78,8 @@ def most_of(
         joined.append(found[0])
     # Another axis may be most of the step too, where loops over the parts of the first would have too many stages.
     for grown in (joined, *([each] for each in first[1:])):
-        for count in range(
-            len(grown), 0, -1
-        ):  # the last may have a number of rows of their own, as weights have
+        # The last may have a number of rows of their own, as weights have.
+        for count in range(len(grown), 0, -1):
             if sum(_share(each, products) for each in grown[:count]) < LEAST_SHARE:
                 break
             loops = loops_of(program, grown[:count])
