@@ -5,7 +5,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -141,47 +140,6 @@ def printed(book: Any) -> str:
     """All text that the cells of a notebook have put out."""
     outputs = [out for cell in book.cells for out in cell.get("outputs", ())]
     return "\n".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in outputs)
-
-
-SMALLER = {
-    "1_quickstart": [("layers: int = 3", "layers: int = 1"), ("(1024, 32)", "(256, 32)")],
-    "2_double_the_batch": [
-        ("LENGTH, BATCH = 6, 256, 4, 128, 8", "LENGTH, BATCH = 2, 16, 2, 16, 8"),
-        ("for _ in range(2):", "for _ in range(1):"),
-    ],
-    "3_how_the_planner_thinks": [
-        ("(64, 256, 384, 192, 512, 128, 384, 256, 512, 192, 320, 64)", "(64, 256, 384, 192, 128, 64)"),
-        ("BATCH = 4096", "BATCH = 1024"),
-        ("points=10", "points=3"),
-    ],
-    "4_fit_an_h100_from_a_laptop": [("for batch in (16, 32):", "for batch in (32,):")],
-    "5_write_your_own_planner": [],
-    "6_digits": [("STEPS = 256, 32, 4, 60", "STEPS = 64, 8, 2, 3")],
-    "7_nnx": [("STEPS = 2048, 128, 4, 150", "STEPS = 256, 16, 2, 5"), ('"60% of peak"', '"min"')],
-    "8_scan_with_remat": [("BATCH = 8, 128, 4, 128, 16", "BATCH = 3, 16, 2, 16, 4")],
-}
-"""Sizes at which notebooks take little time. The fourth has no arrays: it runs the compiler, once instead of twice."""
-
-LONG = ("2_double_the_batch", "4_fit_an_h100_from_a_laptop")
-"""These take a minute or two all the same."""
-
-
-@pytest.mark.parametrize(
-    "stem",
-    [pytest.param(stem, marks=[pytest.mark.slow] if stem in LONG else []) for stem in SMALLER],
-)
-def test_a_notebook_runs_at_tiny_sizes(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
-    monkeypatch.chdir(tmp_path)
-    book = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
-    source = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
-    for old, new in SMALLER[stem]:
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    module = ModuleType("__main__")  # where Flax looks for the types of a module's fields
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    exec(compile(source, f"{stem}.py", "exec"), vars(module))
 
 
 @pytest.mark.slow
