@@ -189,8 +189,8 @@ def markdown(record: dict[str, Any]) -> str:
     )
     lines = [
         f"### {weights}{', with host memory,' if record.get('offload') else ''} on {record['target']}, {each}",
-        "The peak of one device for a number of sequences: of the step as it is written, with `jax.checkpoint` around\n"
-        "each layer, and planned. The planned step's time is a roofline's, relative to the step as it is written\n"
+        "The peak of one device for a number of sequences: of the step as written, with `jax.checkpoint` around\n"
+        "each layer, and planned. The planned step's time is a roofline's, relative to the step as written\n"
         "(`examples/llama_70b.py`).",
         "| sequences | as written | by hand | planned | time | planned in |\n|---:|---:|---:|---:|---:|---:|",
     ]

@@ -213,8 +213,8 @@ STEPS = {
     "planned": "planned",
 }
 PEAKS = """\
-**Peak against depth**: a scan over residual layers of 2 MiB carries (`examples/benchmarks/depth.py`), \
-only the carries of its levels saved. One level runs each layer's forward pass twice, two levels \
+**Peak against depth**: a scan over residual layers with carries of 2 MiB (`examples/benchmarks/depth.py`), \
+which saves only the carries of its levels. One level runs each layer's forward pass twice, two levels \
 three times. Parameters and gradients, 8 KiB a layer, count too. Peaks by XLA's buffer assignment.\
 """
 

@@ -246,9 +246,9 @@ def _of_platform(record: Record) -> str:
 
 
 LEGEND = """\
-CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. *Other batch*: a process
-that plans nine tenths of the examples near that plan. *Sweep*: eight budgets in all. Rows marked *before*
-are of the version in which sweeps compiled each budget by itself, and other shapes needed the same chunks.\
+CPU seconds of all cores. *From the cache*: a second process loads the first one's plan. *Other batch*: a process starts
+from that plan for nine tenths of the examples. *Sweep*: eight budgets. Rows marked *before* are from a version whose
+sweeps shared no compilations, and whose plans for other shapes needed the same chunks.\
 """
 
 NETWORKS = (DEMO, *NAMES, *KINDS, *VARIANTS)

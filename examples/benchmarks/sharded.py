@@ -250,7 +250,7 @@ HEADER = (
 LEGEND = """\
 Bytes are per device. *First prediction* is the predicted peak when only the plain step was compiled. Overheads are
 rooflines of the compiled programs, with their collectives. *Sent* counts the arrays of collectives in the plain and in
-the planned step, and *bytes sent* what one device sends.\
+the planned step, *bytes sent* the bytes that one device sends.\
 """
 
 

@@ -198,7 +198,7 @@ def _timed(record: records.Record) -> str:
 def _but(record: records.Record) -> str:
     """What the plans of a record could not do yet."""
     allowed = record["environment"].get("allow", EXACT)
-    return ", attention as it is written" if "gpt" in record["network"] and "attention" not in allowed else ""
+    return ", attention as written" if "gpt" in record["network"] and "attention" not in allowed else ""
 
 
 def _of(record: records.Record) -> tuple[str, str]:

@@ -320,8 +320,8 @@ def _check_donated(program: Program, args: Args, kwargs: Kwargs) -> None:
     for (path, leaf), info in zip(leaves, infos, strict=True):
         if info.donated and is_elsewhere(leaf):
             raise ArgumentError(
-                f"The argument {program.name_of(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but in memory "
-                f"of the kind {leaf.sharding.memory_kind!r}, where a step returns nothing. Move it to the device, with "
+                f"The argument {program.name_of(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but its memory "
+                f"kind is {leaf.sharding.memory_kind!r}, where a step returns nothing. Move it to the device, with "
                 "`jax.device_put(x, jax.memory.Space.Device)`, or to host memory, with `jaxremat.to_host(x)`."
             )
 

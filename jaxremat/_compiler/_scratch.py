@@ -125,7 +125,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
-@mechanism("scratch memory as compiled", off=lambda *_, **__: {})
+@mechanism("compiled scratch memory", off=lambda *_, **__: {})
 def scratch(module: Module, eqns: Sequence[jex.JaxprEqn], gone: Set[int] = frozenset()) -> dict[int, Scratch]:
     """Return that of each equation that has kernels of its own in the program, by index.
 

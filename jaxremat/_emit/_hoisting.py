@@ -41,7 +41,7 @@ class Hazards:
         self.loads = self._loads()
         self.costly = self._costly()
 
-    @mechanism("what is made early", off=lambda *_: False)
+    @mechanism("hoisting", off=lambda *_: False)
     def early(self, n: int, var: jex.Var) -> bool:
         """Return whether the compiler may make something large of an operand long before the equation runs, or keep
         something to make it of.

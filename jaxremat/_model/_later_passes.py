@@ -23,7 +23,7 @@ class LaterPass(NamedTuple):
     stop: int
 
 
-@mechanism("every backward pass for itself", off=lambda _: ())
+@mechanism("separate backward passes", off=lambda _: ())
 def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
     """Return the forward passes that contractions of a backward pass precede, and another backward pass reads."""
     nodes = graph.nodes

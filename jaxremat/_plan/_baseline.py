@@ -310,7 +310,7 @@ class Baseline:
         """The compiled step of `tagged_form`. **Raises:** ValueError where there is none."""
         if self.tagged_form is None:
             raise ValueError(
-                "No form of the step compiles as it is: ask for `graphs`, which are estimated then."
+                "No form of the step compiles as written: use `graphs`, which are then estimated."
             )
         return self.tagged_form[1]
 

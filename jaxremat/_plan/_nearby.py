@@ -1,4 +1,4 @@
-"""Plan of nearly the same step -> a plan of this one, certified as any other, or None where planning afresh is better.
+"""Plan of nearly the same step -> a plan of this one, certified as any other, or None where a new search is better.
 
 Nearly the same is a step with the same equations but for shapes: another batch size, another length of sequences, the
 last batch of an epoch. Its plan says in which form the step runs, where stages begin, which values XLA writes to memory
@@ -318,7 +318,7 @@ class _Neighbour:
         if more <= max(before, self.like.overhead, 0.0) + MORE:
             return True
         if (better := self._promised(layout, PROMISED * more * step)) is not None:
-            logger.info("the plan for other shapes would take %.2f %% longer: %s may do", 100 * more, better)
+            logger.info("the plan for other shapes would take %.2f %% longer: trying %s", 100 * more, better)
         return better is None
 
     def _promised(self, layout: _Layout, seconds: float) -> Variant | None:

@@ -64,7 +64,7 @@ def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", 
     if found.whole != "residuals":
         meant = replace(found, whole="residuals")
         raise BudgetError(
-            f"`checkpoint(budget={budget!r})` is {found}, but this function is only a part of a step. Write "
+            f"`checkpoint(budget={budget!r})` is {found}, but this function is only part of a step. Write "
             f'"{meant}" for a share of what plain JAX would keep for the backward pass, or {OF_PARTS}.'
         )
     return int(found.share * plain_nbytes)
@@ -125,7 +125,7 @@ def plan_held(
             cuts.append((cut, counted(cut)))
     if not cuts:
         raise HintError(
-            f"{kept[0]} cannot be followed: a loop of the function reads the value, and values that a loop "
+            f"{kept[0]} cannot be honoured: a loop of the function reads the value, and values that a loop "
             'reads are always saved. Remove the hint, or use `emit="custom_vjp"`.'
         )
 
@@ -388,7 +388,7 @@ def is_proved(function: Function, division: Division) -> bool:
     if differs is not None and not any(_has_derivatives(eqn) for eqn in eqns):
         differs = _difference(function, other, lambda each: each.closed)
     if differs is not None:
-        logger.info("not taken, because it is not proved: a function in parts (%s)", differs)
+        logger.info("not used, because it is not proved: a function in parts (%s)", differs)
     return differs is None
 
 

@@ -117,7 +117,7 @@ class _Planner:
         planning, problem = self.request.planning, self.problem
         pins = offloading(problem.estimated)
         if pins and not self.request.offload:
-            said = "saved on the device, because plans use host memory only with `offload=True`."
+            said = "saved on the device: plans use host memory only with `offload=True`."
             warn(f"{pins[0].origin}: {said}")
         elif (
             pins

@@ -130,10 +130,10 @@ class Decided(NamedTuple):
     nbytes: int = 0
 
     def __str__(self) -> str:
-        values = f"{self.values} values are" if self.values > 1 else "1 value is"
+        values = f"{self.values} values" if self.values > 1 else "1 value"
         return (
-            f"{values} saved because of decisions ({format_nbytes(self.nbytes)}), which run only once: see "
-            "“Decisions” in the docs' Limits"
+            f"{values} ({format_nbytes(self.nbytes)}) saved because decisions run only once: see “Decisions” in "
+            "the docs' Limits"
         )
 
 

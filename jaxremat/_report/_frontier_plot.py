@@ -94,6 +94,4 @@ def _bound(frontier: Any, ax: "Axes", low: int, top: float) -> None:
     # What is proven speaks of predicted peaks; a compiled one is larger or smaller by what the model errs.
     places = [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
     heights = [min(max(frontier.lower_bound(int(x)), 0.0), top) for x in places]
-    ax.fill_between(
-        places, heights, color="0.88", lw=0, zorder=0, label="below the bound proven in the model"
-    )
+    ax.fill_between(places, heights, color="0.88", lw=0, zorder=0, label="below the model's proven bound")

@@ -73,7 +73,7 @@ class LoopForm:
             return f"blocks{where}: undone in the backward pass, from the last block's output"
         loop = f"loop of {self.length} iterations{where}"
         if self.inner:
-            return f"inner {loop}: runs again in the backward pass, planned from the inside"
+            return f"inner {loop}: recomputed in the backward pass, planned operation by operation"
         if self.undone:
             return f"{loop}: undone in the backward pass, from its last carry"
         if nested(self.levels):

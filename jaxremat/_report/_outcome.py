@@ -232,7 +232,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
     lines = [
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
         f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
-        + (f", of which {format_nbytes(plan.margin_nbytes)} are kept free" if plan.margin_nbytes else "")
+        + (f", {format_nbytes(plan.margin_nbytes)} of it kept free" if plan.margin_nbytes else "")
         + f"; the plain step needs {plan.plain_needs}"
         + (f", per device (of {plan.devices})" if plan.devices > 1 else ""),
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
@@ -264,7 +264,7 @@ def remarks(plan: Outcome) -> list[str]:
         found.append(f"made from the plan {plan.like[:12]} of the same step with other shapes")
     if plan.offloaded_nbytes:
         found.append(
-            f"offloaded {format_nbytes(plan.offloaded_nbytes)} in "
+            f"offloads {format_nbytes(plan.offloaded_nbytes)} in "
             f"{sum(a.action == 'offload' for a in plan.actions)} values to host memory; kernels wait "
             f"{plan.waiting:.2%} of the step for them"
         )
@@ -282,5 +282,5 @@ def remarks(plan: Outcome) -> list[str]:
     if any(each.planned > each.plain for each in plan.collectives):
         found.append(f"devices do {', '.join(map(str, plan.collectives))}")
     if plan.respect_checkpoint:
-        found.append("your own checkpoints are kept; their recomputation is not part of the overhead")
+        found.append("your own checkpoints are kept; the overhead excludes their recomputation")
     return found

@@ -22,7 +22,7 @@ from ._flat_program import Loop
 from ._loop_inlining import Section, append, row_at
 
 
-@mechanism("copies of rows in turn", off=lambda *_: False)
+@mechanism("row copies in turn", off=lambda *_: False)
 def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) -> bool:
     """Have the copies of a section begin in turn, and return whether any waits for another.
 

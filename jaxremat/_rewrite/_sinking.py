@@ -38,7 +38,7 @@ def grows(eqn: jex.JaxprEqn) -> bool:
     return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
 
 
-@mechanism("what iterations make themselves", off=lambda eqns, _: list(eqns))
+@mechanism("sinking into loops", off=lambda eqns, _: list(eqns))
 def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[jex.JaxprEqn]:
     """Return equations of which the chosen scans make such values themselves."""
     made = _makers(eqns)

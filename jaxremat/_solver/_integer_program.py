@@ -132,7 +132,7 @@ class IntegerProgram:
             if late:
                 interrupt()
             self.failures.append(f"{engine}{'' if heuristics else ' without heuristics'}: {why}")
-            logger.info("a solver's attempt is lost: %s", self.failures[-1])
+            logger.info("a solver failed: %s", self.failures[-1])
         return Answer("LOST", late=late)
 
     def attempt(self, engine: str, heuristics: bool, seconds: float, nodes: int = MOST_NODES) -> Answer:

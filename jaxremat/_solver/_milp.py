@@ -78,11 +78,11 @@ MOST_OVERHEAD = 1.0
 
 @dataclass(frozen=True)
 class Milp:
-    """The default solver.
+    """The default solver: a mixed-integer linear program.
 
-    **Arguments:** `gap`: stop when the schedule is proven within this share of the step's time; `variables`: the
-    recomputation window is the widest that needs no more than this many binaries; `threads` of the solver. Time
-    limits stand for work (see `RATE`), of each program by itself.
+    **Arguments:** `gap`: stop when the schedule is proven within this share of the step's time; `variables`: the most
+    binary variables, which limit the recomputation window; `threads` of the solver. Time limits stand for work (see
+    `RATE`), separately for each program.
     """
 
     gap: float = 0.002
@@ -145,8 +145,8 @@ class Milp:
         )
 
     def _afresh(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
-        """Return the cheapest schedule that fits of those that recompute for each stage afresh, with such values held
-        as that is found to be better for; where none fits, of those with values held.
+        """Return the cheapest schedule that fits and recomputes each stage independently, with values held where that
+        is found to be better; if none fits, the cheapest with values held.
 
         Holding them reaches lower peaks and saves time, but weakens the relaxation: the bound is of the former.
         """
@@ -395,9 +395,9 @@ class _Model:
                 break
         if lost:
             warn(
-                f"The integer program found no solution ({'; '.join(program.failures)}). The plan is the best "
-                "of the heuristic solvers, and may be slower than necessary. Try again, or raise `time_limit` "
-                "or `planning_seconds` in `jaxremat.Planning`."
+                f"The integer program found no solution ({'; '.join(program.failures)}), so the plan is the "
+                "heuristic solvers' best and may be slower than necessary. Raise `time_limit` or "
+                "`planning_seconds` in `jaxremat.Planning`."
             )
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven
