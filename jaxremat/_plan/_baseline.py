@@ -1,8 +1,8 @@
-"""Problem -> `Baseline`: what the compiler says of the step before anything is planned, and the graphs of its variants.
+"""Problem -> `Baseline`: the compiler's figures of the plain step, and the graphs of its variants.
 
-Invariants: which programs a baseline's figures are of is decided when it is measured; they do not depend on what was
-asked of it before. The time of every graph is counted from that of the plain step. Where the compiler does not compile
-that, its figures are those of the graph by rules, and what the compiler says is said of the first form that compiles.
+Invariants: the programs behind a baseline's figures are chosen when it is measured, and do not depend on earlier
+queries. The time of every graph is relative to the plain step's. If the compiler does not compile the plain step, its
+figures are those of the estimated graph, and the compiler's facts are about the first form that compiles.
 """
 
 import logging
@@ -36,8 +36,8 @@ from ._rules import PlainStep, variants
 logger = logging.getLogger("jaxremat")
 
 NEGLIGIBLE = 0.001
-"""Of a step that is not compiled as it is written a variant that saves less than another is not made where it saves no
-more than this share of the step's time besides: the step is far too large, and each graph takes several compilations.
+"""If the plain step does not compile, a variant that saves less memory than another is built only if it saves more than
+this share of the step's time: the step is far too large, and each graph takes several compilations.
 """
 
 

@@ -1,8 +1,8 @@
-"""Plan made before, step -> the step that follows it, compiled where that is asked for; schedule -> what plans tell.
+"""Existing plan, step -> the step that follows it, compiled on request; schedule -> the fields of a plan.
 
-Invariant: what the compiler needs for a plan is within its budget on this machine too, or an error says so. A plan that
-was made without the device, elsewhere, or of drafts, may need more where it runs: the compiler there lays out, fuses
-and copies otherwise. What it missed by is what the next schedule of the same variant and stages has to spare.
+Invariant: the compiled plan is within its budget on this machine too, or an error says so. A plan that was made without
+the device, on another machine, or from drafts, may need more here, because the compiler lays out, fuses and copies
+differently. The next schedule of the same variant and stages is solved with that much less.
 """
 
 import math
@@ -46,11 +46,11 @@ from ._request import Planning
 from ._step_compiler import CompiledSchedule, OverwrittenReadError, StepCompiler, compile_schedule
 
 CORRECTIONS = 2
-"""So many further schedules are compiled where a plan does not fit: a user waits for them who wants to run a step."""
+"""Further schedules that are compiled if a plan does not fit: few, because the user is waiting to run a step."""
 
 MOST_MISSING = 0.25
-"""What misses the budget by more than this share of the temporaries is another device's plan, or was given another
-budget: it is refused."""
+"""A plan that misses the budget by more than this share of the temporaries is refused: it is for another device or
+budget."""
 
 
 @dataclass

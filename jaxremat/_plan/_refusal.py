@@ -1,4 +1,4 @@
-"""What was found where nothing fits, or only what is expensive -> what to say: what is true, and what to write.
+"""Result of a search where nothing fits, or only expensive plans -> the error: what is true, and what to write.
 
 A budget that pins make infeasible is an error that names them, with the least peak with and without them.
 """
@@ -23,13 +23,13 @@ from ._ledger import CompiledCandidate, Effort
 from ._search import MOST_OVERHEAD, Search
 
 SMALL_NBYTES = 2**20
-"""Of steps with smaller temporaries, what the compiler adds for itself is a large part."""
+"""Below this size of temporaries, the compiler's own buffers are a large part."""
 
 MOST_NAMED = 5
-"""So many pins are named in an error: more would hide what to do."""
+"""The most pins that an error names: more would hide the advice."""
 
 MOST_TRIED = 24
-"""Pins that are left out one at a time to see what each costs, those of most bytes: each takes two fast solves."""
+"""The most pins that are left out one at a time to measure their cost, largest first: each takes two fast solves."""
 
 _TRY_SECONDS = 1.0
 

@@ -1,4 +1,4 @@
-"""What the user asks for -> `Request`: a budget, what a plan may do, and how to look for one (`Planning`)."""
+"""The user's options -> `Request`: a budget, what a plan may do, and how to search for it (`Planning`)."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from .._solver import Milp, Solver
 from ._plan import Plan
 
 WRITTEN_SHARE = 0.5
-"""What compiling the step as it is written may take of `planning_seconds`: the rest is for a plan."""
+"""Share of `planning_seconds` that compiling the plain step may take: the rest is for a plan."""
 
 Offload = bool | int | str
 """Whether host memory is used; "auto" for where there is one; or how much of it, as bytes or text."""
@@ -96,7 +96,7 @@ class Planning:
 
     @property
     def written_seconds(self) -> float:
-        """The seconds that compiling the step as it is written may take; infinite without `planning_seconds`."""
+        """The seconds that compiling the plain step may take; infinite without `planning_seconds`."""
         return math.inf if self.planning_seconds is None else WRITTEN_SHARE * self.planning_seconds
 
 

@@ -1,7 +1,7 @@
 """Program, arguments, budget -> a compiled step whose peak the compiler has confirmed, and its plan.
 
-The plain step is compiled first, which says what it needs and what it keeps in memory; `_search` then finds the best
-plan that fits. Nothing that exceeds the budget is returned.
+The plain step is compiled first, which shows its peak and the values that it writes to memory; `_search` then finds the
+best plan that fits. Nothing that exceeds the budget is returned.
 """
 
 import math
@@ -35,14 +35,14 @@ from ._state_on_host import advice
 from ._step_compiler import Compiled, StepCompiler
 
 _ROUNDS = {"normal": 3, "thorough": 7}
-"""Schedules that are compiled in search of the best, at most: of each kind."""
+"""The most schedules of each kind that a search compiles."""
 
 LIKELY = 1.2
-"""A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
+"""A step whose estimate is at most this multiple of the budget may fit as written: it is compiled."""
 
 SURELY = 0.5
-"""Up to this share of the budget a step that rules say to need so much is taken to fit: it is compiled once, to run,
-and nothing else is made."""
+"""A step whose estimate is at most this share of the budget is assumed to fit: it is compiled once, to run, and not
+planned."""
 
 
 @dataclass

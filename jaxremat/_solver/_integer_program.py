@@ -1,8 +1,8 @@
-"""Variables, rows and an objective as plain data -> the answer of an integer programming solver that cannot hurt us.
+"""Variables, rows and an objective as plain data -> the answer of an integer programming solver in another process.
 
-The solver runs in a worker (`_mip_worker`): here is nothing of its memory, and its crash or its hanging is the loss of
-an attempt. Laws: a limit on nodes ends the search, so that equal programs have equal answers, and are solved once by a
-process; `optimize` answers at most `GRACE_SECONDS` after its time limit, which is a guard.
+The solver runs in a worker (`_mip_worker`), so a crash or a hang costs only one attempt. Laws: a limit on nodes ends
+the search, so equal programs have equal answers, and a process solves them once; `optimize` answers at most
+`GRACE_SECONDS` after its time limit, which is a guard.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ ATTEMPTS = (("CBC", True), ("CBC", False), ("HIGHS", True))
 preprocessing, which is off."""
 
 GRACE_SECONDS = 10.0
-"""What a solver may take beyond its time limit, for the reading of the program and for ending."""
+"""Seconds beyond the time limit, for reading the program and for ending."""
 
 MOST_NODES = 2**31 - 1
 

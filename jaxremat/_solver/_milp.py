@@ -51,23 +51,23 @@ RATE, ROOT_NODES = 300_000, 20
 that schedules are the same on every machine. CBC did 100,000 to 1,000,000 on one core for steps of the zoo."""
 
 GUARD_SECONDS, GUARD = 60.0, 10.0
-"""A clock ends a program after so many seconds, and so many times what its nodes stand for."""
+"""A clock ends a program after these seconds plus this multiple of the seconds that its nodes stand for."""
 
 TOLERANCE_NBYTES = 64
-"""What the integer program's arithmetic may overlook."""
+"""Tolerance of the integer program's arithmetic."""
 
 HOLDING_SHARE = 0.1
 """Share of the work spent on holding recomputed values across stages, once a schedule without it is known."""
 
 LEAST_SLACKS = (0.0005, 0.02, 0.05)
-"""What the schedule of least memory may use beyond the least, as shares of what the plain step has live at its peak."""
+"""Slack of the schedule of least memory above the least, as shares of the plain step's live bytes at its peak."""
 
 FEW_HOLDABLE = 100
 """Any value may be held from any stage to the next if there are no more such pairs than this; else only values at stage
 boundaries, and those that a schedule is found to be better for, if it recomputes something for two stages in a row."""
 
 MOST_HOLDABLE = 500
-"""The same where nothing fits otherwise."""
+"""The same if nothing fits otherwise."""
 
 LEAST_STEP = 0.01
 """If the last slack with which all takes too long and the first without differ by more, one in between is tried."""
