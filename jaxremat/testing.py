@@ -297,7 +297,7 @@ def _difference(one: Solution, other: Solution) -> str:
 
 
 _PLAYED = ("forward_tape", "played")
-"""What a graph remembers of schedules that were simulated."""
+"""A graph's caches of simulated schedules."""
 
 
 def _changed(graph: Graph, before: Graph) -> bool:

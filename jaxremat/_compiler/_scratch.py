@@ -31,7 +31,7 @@ from ._tags import TAG
 
 @dataclass(frozen=True)
 class Purposes:
-    """What the instructions of a computation are for.
+    """The purpose of a computation's instructions.
 
     **Fields:** `own` for each instruction the equation that it is tagged with, if any; `wanted` for each the equations
     for which it runs: its own, else those of its readers; `made` the buffers that are values, with their equation;

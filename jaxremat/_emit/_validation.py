@@ -35,7 +35,7 @@ UNPROVED = {
 
 
 TOO_MANY = "too many different loops within loops"
-"""What takes too long to compare."""
+"""The reason for a comparison that takes too long."""
 
 
 class EmittedOtherwiseError(Exception):

@@ -1,4 +1,4 @@
-"""Nodes of loops inlined -> what is in memory because of the loops, whatever XLA's fusion does."""
+"""Nodes of inlined loops -> the memory that the loops themselves need, whatever XLA fuses."""
 
 from collections.abc import Sequence, Set
 from dataclasses import replace

@@ -162,7 +162,7 @@ _DIFFERENCES: dict[str, Callable[[Any, Any], str]] = {
     "budget": lambda theirs, own: f"asks for the budget {theirs}, here {own}",
     "options": lambda theirs, own: f"plans with other options ({theirs}, here {own})",
 }
-"""What must be alike, and how it is said that it is not."""
+"""Fields that must be equal in all processes, and the message for each that is not."""
 
 
 def _compare(process: int, theirs: dict[str, object], own: dict[str, object]) -> None:

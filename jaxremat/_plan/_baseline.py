@@ -51,12 +51,12 @@ class Graphs(ABC):
 
     @cached_property
     def plain(self) -> Graph:
-        """The graph of the step as it is written."""
+        """The graph of the plain step."""
         return self._plain()
 
     @abstractmethod
     def _plain(self) -> Graph:
-        """Make the graph of the step as it is written."""
+        """Build the graph of the plain step."""
 
     @abstractmethod
     def _built(self, traced: Traced, estimated: float) -> Graph:
@@ -210,7 +210,7 @@ class MeasuredGraphs(Graphs):
 
     @property
     def _tagged_more(self) -> float:
-        """What the tagged step takes longer than the plain one."""
+        """The extra seconds of the tagged step over the plain one."""
         return self.baseline.tagged.seconds - self.baseline.seconds
 
     def _around_attention(self, form: Variant) -> float:
@@ -330,7 +330,7 @@ class Baseline:
 
     @property
     def refused(self) -> CompilationError | None:
-        """Why the step as it is written is not compiled, None where it is."""
+        """Why the plain step is not compiled, None if it is."""
         return None if self.measured else self.problem.defects.uncompiled[self.problem.traced.form]
 
     @property
@@ -347,12 +347,12 @@ class Baseline:
 
     @property
     def written_nbytes(self) -> int | None:
-        """The same where the step as it is written may be what runs, None else."""
+        """The same if the plain step may be what runs, else None."""
         return None if self.measured is None or self.problem.must_plan else self.peak_nbytes
 
     @property
     def base_nbytes(self) -> int:
-        """What is there all the time."""
+        """The bytes in use all the time."""
         return self.tagged.memory.base_nbytes if self.tagged_form else self.problem.estimated.base_nbytes
 
     @property

@@ -37,7 +37,7 @@ MOST_EQUATIONS = 20_000
 """A program of more is not written out: that takes minutes."""
 
 _PASSED_ON = (JaxrematError, Warning, MemoryError)
-"""What is meant for the user."""
+"""Errors that are meant for the user."""
 
 _ADVICE = {
     "refused": "use a smaller batch, or shorter sequences",
@@ -45,7 +45,7 @@ _ADVICE = {
     "time": "use a larger planning_seconds",
     "lost": "try again",
 }
-"""What to do where nothing is compiled, by the reasons of `CompilationError`."""
+"""Advice if no form compiles, by the reasons of `CompilationError`."""
 
 _reported: set[Path] = set()
 

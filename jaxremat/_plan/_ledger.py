@@ -162,7 +162,7 @@ class CompiledCandidate:
 
     @property
     def beyond_nbytes(self) -> int:
-        """What the compiled peak is above the predicted one."""
+        """The difference of the compiled peak and the predicted one."""
         return self.peak_nbytes - self.profile.peak_nbytes
 
     def fills(self, budget: int) -> bool:
@@ -172,7 +172,7 @@ class CompiledCandidate:
 
     @property
     def round(self) -> Round:
-        """What a plan tells of it."""
+        """The `Round` of a plan for it."""
         overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
         return Round(
             predicted_peak_nbytes=self.profile.peak_nbytes,
@@ -208,7 +208,7 @@ class Compiler(Protocol):
 
 @dataclass
 class Ledger:
-    """What a search has solved and compiled.
+    """The record of a search's solves and compilations.
 
     **Fields:** the user's `solver` and its `time_limit` for each solve; the `effort` that the search takes; the
     `compiler`, None where nothing is to be compiled; `compiled` candidates in order; `seconds` spent in solvers; the

@@ -185,7 +185,7 @@ class _Neighbour:
         base = like.memory.base_nbytes if like.memory is not None else 0
         error = (like.peak_nbytes - base) / max(like.predicted_peak_nbytes - base, 1)
         self.temporaries_nbytes = int((self.room - self.base_nbytes) / error)
-        """What schedules may take of temporaries, by the model."""
+        """The temporaries that schedules may use, by the model."""
         self.layouts: dict[Variant, _Layout | None] = {}
         self.solved: tuple[_Layout, Solution] | None = None
 

@@ -272,12 +272,12 @@ class Way:
 
     @property
     def plan(self) -> HeldPlan:
-        """What is told of it."""
+        """The public plan."""
         return as_plan(self.joint, self.found, self.forms, self.plain_nbytes, self.plain_seconds)
 
     @property
     def seconds(self) -> float:
-        """What both passes take by the model."""
+        """The time of both passes by the model."""
         return self.found.graph.step_seconds + self.found.profile.extra_seconds
 
     @property

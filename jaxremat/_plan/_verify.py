@@ -47,7 +47,7 @@ planned."""
 
 @dataclass
 class Before:
-    """What plans of a step for other budgets have found: what was `compiled`, and the `rounds` of those plans."""
+    """Results of plans of a step for other budgets: what was `compiled`, and their `rounds`."""
 
     compiled: Compiled = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _Planner:
             return self._as_written(budget)
 
     def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
-        """**Arguments:** `fits` whether the step does as it is written."""
+        """**Arguments:** `fits` whether the plain step fits."""
         baseline = self._measured()
         search = self.problem.defects.attempted("pricing", self._measured_search)
         if search is None:
@@ -222,7 +222,7 @@ class _Planner:
         return self._plain(room)
 
     def _plain(self, budget: int) -> Planned:
-        """Return the step as it is written, compiled where plans are."""
+        """Return the plain step, compiled where plans are."""
         problem, graph = self.problem, self.problem.estimated
         if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
@@ -345,7 +345,7 @@ class _Planner:
         return self._temporaries()
 
     def _temporaries(self) -> int:
-        """Return what of the step as it is written is not there all the time."""
+        """Return the plain step's temporaries."""
         if self.baseline is not None:
             return self.baseline.temporaries_nbytes
         return self.problem.estimated_peak_nbytes - self.problem.estimated.base_nbytes

@@ -13,7 +13,7 @@ _STEPS = 200
 """Places at which the lower bound is drawn."""
 
 _ROOM = 1.15
-"""What is shown beyond the most expensive point; rules by hand farther out stand at the edge, with their figure."""
+"""Space shown above the most expensive point; hand-written rules beyond it are at the edge, with their figure."""
 
 
 def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":

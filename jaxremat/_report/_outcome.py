@@ -1,4 +1,4 @@
-"""What planning came to, in full: what is done with each value, what it costs, and what the compiler confirmed.
+"""The full result of planning: the decision about each value, its cost, and what the compiler confirmed.
 
 Seconds of planning by kind -> what a plan tells of them.
 """
@@ -19,7 +19,7 @@ from ._loop_forms import Copied, LoopForm
 
 @dataclass(frozen=True, slots=True)
 class PlanningTime:
-    """What planning took, in seconds of the clock.
+    """The wall-clock seconds of planning.
 
     **Fields:** `seconds` in all; of these `trace_seconds` to trace and normalise the step, `compile_seconds` for all
     compilations, `solve_seconds` in solvers; the rest is reading compiled modules, simulating and writing.
@@ -46,7 +46,7 @@ class PlanningTime:
 
     @property
     def work(self) -> str:
-        """Return what the search did, which no clock changes, in words."""
+        """Return a clause about the search's work, which does not depend on a clock."""
         plans, solves = ("" if count == 1 else "s" for count in (self.plans_compiled, self.solves))
         return f"{self.plans_compiled} plan{plans} compiled and {self.solves} solve{solves}"
 
@@ -62,7 +62,7 @@ class PlanningTime:
 
 
 UNTIMED = PlanningTime()
-"""Of plans that were made before planning was timed."""
+"""For plans that were made before planning was timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Outcome(Actions):
 
     @property
     def sent_again(self) -> str:
-        """What devices send each other again, in words; "" for nothing."""
+        """A clause about the data that devices send each other again; "" for nothing."""
         gathers = f"gather {self.gathered_again} arrays" if self.gathered_again else ""
         sums = f"add up {self.summed_again} sums" if self.summed_again else ""
         found = " and ".join(words for words in (gathers, sums) if words)

@@ -1,4 +1,4 @@
-"""What a user writes as a budget -> bytes, a share of something, or the least: the one grammar of budgets.
+"""A budget as the user writes it -> bytes, a share of something, or the least: the grammar of budgets.
 
 | Written | Means |
 |---|---|

@@ -39,7 +39,7 @@ class WorkerLateError(WorkerLostError):
 
 
 class WorkerRefusedError(WorkerLostError):
-    """What `answer` of a worker's script raised."""
+    """An exception of `answer` in a worker's script."""
 
 
 def ask(script: Path, request: object, seconds: float = math.inf) -> Any:

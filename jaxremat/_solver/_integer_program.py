@@ -38,7 +38,7 @@ Term = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found within the limits.
+    """The result within the limits.
 
     **Attributes:** `status` as python-mip names it, or `LOST`; `bound` on the objective; `values` of the variables;
     `late` whether the clock ended the search.
@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def infeasible(self) -> bool:
-        """Whether it is proven that nothing meets the rows."""
+        """Whether the rows are proven infeasible."""
         return self.status in ("INFEASIBLE", "INT_INFEASIBLE")
 
 

@@ -1,4 +1,4 @@
-"""What every solver is: a graph and a budget in, a schedule and the evidence for its quality out.
+"""The interface of solvers: a graph and a budget in, a schedule and the evidence for its quality out.
 
 The rules, which `jaxremat.testing.check_solver` holds a solver to:
 

@@ -18,9 +18,9 @@ from .._runtime._errors import ArgumentError, PlanMismatchError
 
 FORMAT = 1
 OF = " of temporaries"
-"""What the shares in its files are of."""
+"""The unit of the shares in the zoo's files."""
 SUFFIX = ".json.gz"
-"""Of its files: JSON, compressed to a tenth. `zcat` shows one."""
+"""The suffix of the zoo's files: JSON, compressed to a tenth. `zcat` shows one."""
 JAX_MINOR = ".".join(map(str, JAX_VERSION))
 """The version of jax at hand, as far as plans depend on it."""
 
