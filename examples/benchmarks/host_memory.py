@@ -5,9 +5,9 @@
     python -m examples.benchmarks.host_memory resnet50 --shares block --target gh200 --save
     python -m examples.benchmarks.host_memory gpt --only state --state 0.5 0.35 --save
 
-Budgets are shares of the plain step's temporaries, or what the step needs that recomputes each block by hand (`block`);
-with `--state` shares of its peak, and plans with the optimizer's state in host memory stand beside those with it
-on the device. Overheads are rooflines of the compiled programs, with what kernels wait for copies; nothing is timed.
+Budgets are shares of the plain step's temporaries, or the peak of the step that recomputes each block by hand
+(`block`); with `--state`, shares of the plain peak, for plans with the optimizer's state in host memory and on the
+device. Overheads are rooflines of the compiled programs, including waits for copies; nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What planning costs: CPU seconds, compilations, solves and memory of the process, from the first start and the next.
+"""What planning costs: CPU seconds, compilations, solves and memory of the process, without and with cached plans.
 
     python -m examples.benchmarks.planning demo "gpt of 4 layers" --save
 
-Each step is compiled plainly, planned for a share of its temporaries, and planned once more from the cache of plans, in
-three processes that know nothing of each other but that cache; JAX's own is off. A fourth plans the step for fewer
-examples, near what the cache has. `--shares sweep` plans eight budgets in one. *To a plan* is when the first plan was
-certified that fits, *to run* when what runs is compiled. Seconds are of all cores together, with the solver's process,
-so that a busy machine counts little; compilations are those of the whole step, and in brackets of single operations.
+Each step is compiled plainly, planned for a share of its temporaries, and planned again from the plan cache, in three
+processes that share only that cache; JAX's own is off. A fourth process plans the step for fewer examples, starting
+from the cached plan. `--shares sweep` plans eight budgets in one process. *To a plan* is when the first plan that fits
+was certified, *to run* when the program that runs is compiled. Seconds are CPU seconds of all cores, with the solver's
+process, so a busy machine matters little; compilations are those of the whole step, and in brackets of single
+operations.
 """
 
 from __future__ import annotations
