@@ -83,9 +83,7 @@ def step_of(net: nn.Module) -> Callable[..., Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=0, help="number of training steps on random images")
-    parser.add_argument(
-        "--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="blocks per stage, 2 or more"
-    )
+    parser.add_argument("--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="per stage, 2 or more")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=224, help="pixels per side of an image")
