@@ -5,9 +5,9 @@ python examples/deep_resnet.py --target h100    # compiled for another GPU
 python examples/deep_resnet.py --blocks 2 5 7 2 --width 8 --size 32 --batch 2 --classes 10 --budget min --steps 2
 
 Four stages of bottleneck blocks in the proportions of "SuperNeurons: Dynamic GPU Memory Management for Training Deep
-Neural Networks" (Wang et al., 2018), which lets the third stage grow: 3 * (6 + 32 + n + 6) + 2 convolutions, 16 images
-of 224 x 224 at a time. Its deepest net has 2,500 of them. All but the first block of a stage are one scan over stacked
-weights, so that a thousand blocks are traced and compiled as quickly as ten.
+Neural Networks" (Wang et al., 2018), which lets the third stage grow: 3 * (6 + 32 + n + 6) + 2 convolutions, and
+batches of 16 images of 224 x 224. Its deepest net has 2,500 convolutions. All but the first block of a stage are one
+scan over stacked weights, so a thousand blocks are traced and compiled as quickly as ten.
 """
 
 import argparse
@@ -83,10 +83,10 @@ def step_of(net: nn.Module) -> Callable[..., Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=0, help="number of training steps on random images")
-    parser.add_argument("--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="2 or more a stage")
+    parser.add_argument("--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="per stage, 2 or more")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--size", type=int, default=224, help="of the images, in pixels")
+    parser.add_argument("--size", type=int, default=224, help="pixels per side of an image")
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--budget", default="12GB")
     parser.add_argument("--target", choices=jaxremat.targets(), help="plan for this GPU")

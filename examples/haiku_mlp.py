@@ -1,4 +1,4 @@
-"""Train a Haiku model within a budget: `hk.transform` returns plain functions of trees, so nothing is special.
+"""Train a Haiku model within a budget: `hk.transform` returns plain functions of trees, so it needs nothing special.
 
 python examples/haiku_mlp.py --steps 10
 """

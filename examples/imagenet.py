@@ -2,8 +2,8 @@
 
     python examples/imagenet.py --data imagenet/train --val imagenet/val --run runs/r50 --budget 24GiB
 
-The data is a folder per class. Needs `pip install grain orbax-checkpoint pillow`. On several machines, which all see
-`--data` and `--run`, start the same line on each, numbered, with the first one's address and a free port there:
+The data is a folder per class. Needs `pip install grain orbax-checkpoint pillow`. On several machines that share
+`--data` and `--run`, start the same line on each, with its number and the first machine's address and a free port:
 
     python examples/imagenet.py ... --coordinator host0:1234 --processes 2 --process 0     # on the other --process 1
 
@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="folder for checkpoints and the plan")
     parser.add_argument("--budget", help='bytes per device, such as "24GiB", or "min"')
     parser.add_argument("--model", choices=NETS, default="resnet50")
-    parser.add_argument("--width", type=int, help="instead of the model's own")
-    parser.add_argument("--size", type=int, default=224, help="of the images, in pixels")
+    parser.add_argument("--width", type=int, help="width, by default the model's")
+    parser.add_argument("--size", type=int, default=224, help="pixels per side of an image")
     parser.add_argument("--batch", type=int, default=256, help="images per step, on all devices together")
     parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("--rate", type=float, help="learning rate; 0.1 for 256 images, ViTs 0.001 for 1,024")

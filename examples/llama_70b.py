@@ -1,4 +1,4 @@
-"""Find the batch with which a step of a 70B language model fits 64 H100s, and its price, on a laptop and from shapes.
+"""Find the batch with which a step of a 70B language model fits 64 H100s, and its overhead, on a laptop.
 
 python examples/llama_70b.py                                # the table in the docs; some minutes for each batch
 python examples/llama_70b.py --batches 16 --budget 70GiB
@@ -7,9 +7,8 @@ python examples/llama_70b.py --layers 8 --width 1024 --hidden 4096 --heads 16 --
 
 The decoder has Llama 3's sizes: 80 scanned layers of 8,192 numbers, 64 heads that share 8 keys and values, 28,672
 hidden units, 128,256 words. Weights are in bf16; their copies in f32 and Adam's two moments are divided over all
-devices. The mesh has 8 hosts over which batch and weights are divided (FSDP), and on each 8 devices over which heads,
-hidden units and words are (TP). Nothing is allocated here: XLA's GPU compiler divides the step and says what one device
-needs.
+devices. The mesh divides batch and weights over 8 hosts (FSDP), and heads, hidden units and words over the 8 devices of
+each (TP). Nothing is allocated here: XLA's GPU compiler partitions the step and reports one device's memory.
 """
 
 import argparse
@@ -34,21 +33,19 @@ Step = Callable[..., Any]
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--hosts", type=int, default=8, help="hosts that share the batch and the weights")
     parser.add_argument(
-        "--hosts", type=int, default=8, help="over which the batch and the weights are divided"
-    )
-    parser.add_argument(
-        "--devices", type=int, default=8, help="of each, over which heads and hidden units are"
+        "--devices", type=int, default=8, help="devices per host, which share heads and hidden units"
     )
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=28672)
     parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--groups", type=int, default=8, help="of heads that share keys and values")
+    parser.add_argument("--groups", type=int, default=8, help="groups of heads that share keys and values")
     parser.add_argument("--words", type=int, default=128256)
-    parser.add_argument("--length", type=int, default=4096, help="of a sequence, in tokens")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64], help="sequences in a step")
-    parser.add_argument("--budget", default="72GiB", help="of each device")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64], help="sequences per step")
+    parser.add_argument("--budget", default="72GiB", help="bytes per device")
     parser.add_argument("--offload", action="store_true", help="allow the planner to use host memory")
     parser.add_argument("--save", type=Path, help="write the table to this file, as JSON")
     return parser.parse_args()
@@ -189,8 +186,8 @@ def markdown(record: dict[str, Any]) -> str:
     )
     lines = [
         f"### {weights}{', with host memory,' if record.get('offload') else ''} on {record['target']}, {each}",
-        "The peak of one device for a number of sequences: of the step as it is written, with `jax.checkpoint` around\n"
-        "each layer, and planned. The planned step's time is a roofline's, relative to the step as it is written\n"
+        "The peak of one device for a number of sequences: of the step as written, with `jax.checkpoint` around\n"
+        "each layer, and planned. The planned step's time is a roofline's, relative to the step as written\n"
         "(`examples/llama_70b.py`).",
         "| sequences | as written | by hand | planned | time | planned in |\n|---:|---:|---:|---:|---:|---:|",
     ]

@@ -8,11 +8,11 @@ python examples/llama_lora.py --offload --to-host --tokens 1048576 --budget 79Gi
 python examples/llama_lora.py --layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%
 
 This is plain JAX: a decoder with Llama 3's sizes, and a `lax.scan` over its layers. LoRA has frozen weights in bf16 and
-adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam, or with `--float32` weights in f32, of
-which the layers read bf16 copies. The code has no `jax.checkpoint`, no kernels and no microbatches. With `--offload`
-the planner may keep values in host memory, and the layers' weights and Adam's moments, where `--to-host` puts them, as
-frozen weights have to be. The arguments are only types and shapes, so nothing is allocated: XLA's compiler reports what
-the step needs.
+adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam, or with `--float32` weights in f32,
+which the layers read as bf16 copies. The code has no `jax.checkpoint`, no kernels and no microbatches. With `--offload`
+the planner may use host memory for values, layers' weights and Adam's moments. `--to-host` puts weights and moments
+there from the start, as frozen weights require. The arguments are only types and shapes, so nothing is allocated: XLA's
+compiler reports the step's memory.
 """
 
 import argparse
@@ -48,14 +48,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--budget", default="74GiB", help='such as "74GiB", "50%%" of the plain step\'s peak, or "min"'
     )
-    parser.add_argument(
-        "--target", default="h100", help='the device to compile for; "cpu" for this machine\'s'
-    )
+    parser.add_argument("--target", default="h100", help='device to compile for; "cpu" for this machine')
     parser.add_argument("--full", action="store_true", help="train all weights instead of adapters")
-    parser.add_argument("--float32", action="store_true", help="with all weights in float32, and bf16 copies")
+    parser.add_argument(
+        "--float32", action="store_true", help="train float32 weights, which layers read as bf16"
+    )
     parser.add_argument("--offload", action="store_true", help="allow the planner to use host memory")
     parser.add_argument(
-        "--to-host", action="store_true", help="keep weights of layers and moments there already"
+        "--to-host", action="store_true", help="pass layers' weights and moments in host memory"
     )
     parser.add_argument("--recompute-only", action="store_true", help="allow only recomputation")
     parser.add_argument("--save", type=Path, help="add a row to this JSON file")

@@ -4,8 +4,8 @@
     python examples/llm.py --data corpus.txt --run runs/large --budget 60GiB --layers 48 --width 4096 --heads 32 --tp 8
 
 Needs `pip install grain orbax-checkpoint`. Groups of `--tp` devices share each layer's heads and hidden units, `--fsdp`
-such groups (all, by default) the parameters, and all groups the batch. On several machines, which all see `--data` and
-`--run`, start the same line on each, numbered, with the first one's address and a free port there:
+such groups (all, by default) the parameters, and all groups the batch. On several machines that share `--data` and
+`--run`, start the same line on each, with its number and the first machine's address and a free port:
 
     python examples/llm.py ... --coordinator host0:1234 --processes 2 --process 0     # on the other --process 1
 
@@ -132,18 +132,18 @@ def planned(train_step: Any, args: argparse.Namespace, like: tuple[Any, ...], op
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="a text, of any bytes")
+    parser.add_argument("--data", type=Path, required=True, help="a text file; every byte is a token")
     parser.add_argument("--run", type=Path, required=True, help="folder for checkpoints and the plan")
     parser.add_argument("--budget", help='bytes per device, such as "24GiB", or "min"')
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--length", type=int, default=1024, help="of sequences, in bytes")
+    parser.add_argument("--length", type=int, default=1024, help="bytes per sequence")
     parser.add_argument("--batch", type=int, default=32, help="sequences per step, on all devices together")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=6e-4, help="learning rate")
     parser.add_argument("--tp", type=int, default=1, help="devices that share a layer")
-    parser.add_argument("--fsdp", type=int, help="groups of these that share the parameters")
+    parser.add_argument("--fsdp", type=int, help="groups of `--tp` devices that share the parameters")
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--save-every", type=int, default=1000, help="steps")
     parser.add_argument("--coordinator", help="host:port of the first of several processes")

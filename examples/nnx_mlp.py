@@ -1,4 +1,4 @@
-"""Train a Flax NNX model within a budget, with a train step as it is written for `nnx.jit`.
+"""Train a Flax NNX model within a budget, with a train step written for `nnx.jit`.
 
     python examples/nnx_mlp.py --steps 20
 

@@ -3,8 +3,8 @@
     python examples/own_solver.py --share 0.5
 
 The graph is plain ints and strings, so a planner needs no JAX. The library checks, simulates, compiles and
-measures its answers like those of the built-in MILP: a bad planner costs time, never correctness. `check_solver` first
-tries it on a zoo of small graphs, and names the rule that it breaks, if any.
+measures its schedules like those of the built-in MILP: a bad planner costs time, never correctness. `check_solver`
+first tries it on a zoo of small graphs, and names the first rule that it breaks, if any.
 """
 
 import argparse
@@ -64,10 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--share", type=float, default=0.5, help="of the plain step's temporaries")
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="budget, as a share of the plain step's temporaries"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3, help="to run with each plan")
+    parser.add_argument("--steps", type=int, default=3, help="steps to run with each plan")
     args = parser.parse_args()
 
     print(str(jaxremat.testing.check_solver(PeakShaver())).splitlines()[0])

@@ -1,6 +1,6 @@
 """Solver -> report: tries a planner on a zoo of small graphs and holds every answer against the rules of `Solver`.
 
-Law: nothing that a solver says of itself is believed. Peaks and seconds are the simulator's, optima are found by trying
+Law: no claim of a solver is trusted. Peaks and seconds are the simulator's, optima are found by trying
 every set of saved values.
 """
 
@@ -57,7 +57,7 @@ class SolverRow:
 
     **Fields:** `graph` its name; `budget_nbytes`, None for the least memory; `peak_nbytes` as simulated; `overhead` and
     the solver's `lower_bound` as shares of the step; `best_overhead` that of the cheapest schedule within the budget
-    that recomputes for every stage afresh, infinite where there is none, None where there are too many to try.
+    that recomputes each stage independently, infinite where none fits, None where there are too many to try.
     """
 
     graph: str
@@ -116,17 +116,17 @@ def check_solver(solver: Solver, *, time_limit: float = 10.0) -> SolverReport:
 
     **Arguments:** the solver; `time_limit` in seconds for each of its answers.
 
-    **Returns:** a report of peaks and overheads beside the best that there are.
+    **Returns:** a report that compares peaks and overheads with the best possible ones.
 
     **Raises:** `SolverRuleError`, which names the graph, the budget and the rule, for the first of these broken:
 
-    - *answers*: every graph and budget gets a `Solution`, infeasible ones and those that it has no time for, too.
-    - *emittable*: stages read what is saved, recomputed in them from what is there, or kept from the stage before.
+    - *answers*: every graph and budget gets a `Solution`, even if nothing fits or time runs out.
+    - *emittable*: stages read only values that are saved, recomputed in them, or kept from the stage before.
     - *budget*: the simulated peak is within the budget if saving everything is, or the solver's own answer to None.
     - *deterministic*: an equal graph and budget get an equal answer.
     - *leaves the graph alone*.
-    - *bound*: no schedule that recomputes for every stage afresh is cheaper than the lower bound.
-    - *proven*: what is above the budget, and proven, is so because nothing fits.
+    - *bound*: no schedule that recomputes each stage independently is cheaper than the lower bound.
+    - *proven*: if a proven schedule exceeds the budget, nothing fits.
 
     ```python
     print(jaxremat.testing.check_solver(MySolver()))
@@ -205,7 +205,7 @@ class _Case:
             raise self.broken(
                 "deterministic",
                 budget,
-                "two runs gave different answers: " + _difference(solution, again),
+                "two calls returned different solutions: " + _difference(solution, again),
             )
         self.answer(budget, HURRY_SECONDS)
         overhead = profile.extra_seconds / self.step_seconds
@@ -267,7 +267,7 @@ class _Case:
             raise self.broken("leaves the graph alone", budget, "the graph is not what it was before `solve`")
         bound = solution.lower_bound
         if not (isinstance(bound, int | float) and math.isfinite(bound)):
-            raise self.broken("bound", budget, f"its lower bound is {bound!r}, which is no finite number")
+            raise self.broken("bound", budget, f"its lower bound is {bound!r}, which is not finite")
         try:
             return solution, simulate(self.own, check(self.own, solution.schedule))
         except Exception as error:
@@ -297,7 +297,7 @@ def _difference(one: Solution, other: Solution) -> str:
 
 
 _PLAYED = ("forward_tape", "played")
-"""What a graph remembers of schedules that were simulated."""
+"""A graph's caches of simulated schedules."""
 
 
 def _changed(graph: Graph, before: Graph) -> bool:

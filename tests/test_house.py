@@ -53,7 +53,7 @@ def test_there_is_a_recipe_for_each_thing_that_is_often_added() -> None:
     assert titles == [
         "a primitive's rule",
         "a form of the step",
-        "a way to keep values in fewer bits",
+        "an encoding of values in fewer bits",
         "a solver",
         "a device",
         "a section of reports",

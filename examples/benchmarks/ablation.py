@@ -118,28 +118,28 @@ MECHANISMS = (
     ),
     Mechanism("loops with nested checkpointing", in_plan=choices(LOOP, nested)),
     Mechanism("loops with nested checkpointing, absorbed updates", in_plan=choices(LOOP)),
-    Mechanism("pairs of loops in loops inlined", in_plan=choices(INNER)),
+    Mechanism("inner loops inlined", in_plan=choices(INNER)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
     Mechanism("masks of results", passes=("masks",)),
     *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "barriers: triggers")),
-    *map(Mechanism, ("operands' memory taken over", "kernels of its own choice", "what waits in loops")),
-    *map(Mechanism, ("every backward pass for itself", "barriers: masks", "masks in bits")),
+    *map(Mechanism, ("in-place results", "kernel choice", "loop scratch memory")),
+    *map(Mechanism, ("separate backward passes", "barriers: masks", "masks in bits")),
     *map(Mechanism, ("barriers: operands", "barriers: fetches", "barriers: updates", "barriers: blocks")),
     *map(
         Mechanism,
-        ("pooling's gradient by place", "rows as batch dimensions", "what iterations make themselves"),
+        ("pooling's gradient by place", "rows as batch dimensions", "sinking into loops"),
     ),
     *(
         Mechanism(name, on=(GPU,))
         for name in (
-            *("barriers: last reads", "barriers: pieces", "images' axes in memory order"),
-            *("sums in place of products", "scratch memory as compiled", "copies of rows in turn"),
+            *("barriers: last reads", "barriers: pieces", "image layouts"),
+            *("sums in place of products", "compiled scratch memory", "row copies in turn"),
         )
     ),
     *(
         Mechanism(name, on=(CPU,))
         for name in (
-            *("stacks begun late", "what is made early"),
+            *("stacks begun late", "hoisting"),
             *("rows read late", "rows written together"),
         )
     ),

@@ -119,10 +119,9 @@ def _sentence(row: Record) -> str:
     size = {name: format_nbytes(value) for name, value in row.items() if name.endswith("_nbytes")}
     verdict = "within" if row["fits"] else "which does not fit"
     return (
-        f"A chain of {row['equations']:,} equations is planned in {sum(row['seconds'].values()):.0f} s "
-        f"({phases}), in a process of {size['peak_process_nbytes']} at most, to a predicted peak of "
-        f"{size['predicted_nbytes']}, {verdict} {size['budget_nbytes']}, rather than {size['plain_nbytes']}, "
-        f"at a predicted overhead of {row['overhead']:.1%}."
+        f"Planning a chain of {row['equations']:,} equations takes {sum(row['seconds'].values()):.0f} s ({phases}) and "
+        f"{size['peak_process_nbytes']} of memory. The predicted peak is {size['predicted_nbytes']}, {verdict} "
+        f"{size['budget_nbytes']}, instead of {size['plain_nbytes']}, at a predicted overhead of {row['overhead']:.1%}."
     )
 
 

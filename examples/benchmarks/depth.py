@@ -3,8 +3,8 @@
     python -m examples.benchmarks.depth peaks --save
     python -m examples.benchmarks.depth plain body scan planned --save
 
-*Peaks*: a scan over 64 to 10,000 residual layers, of which nothing is saved but the carries of loops in one level (each
-layer's forward pass runs twice in all), in two (three times) and in as many as are worth it, each compiled.
+*Peaks*: a scan over 64 to 10,000 residual layers, which saves only the carries of loops in one level (each layer's
+forward pass runs twice in all), in two (three times) and in as many as pay off, each compiled.
 
 *plain*, *body*, *scan*, *planned*: how many bottleneck blocks the third stage of `examples/deep_resnet.py` may have
 within 12 GB, plainly, by hand with `nn.remat` on the body of `nn.scan` or with `nn.remat_scan`, and planned. The peak
@@ -213,8 +213,8 @@ STEPS = {
     "planned": "planned",
 }
 PEAKS = """\
-**Peak against depth**: a scan over residual layers of 2 MiB carries (`examples/benchmarks/depth.py`), \
-only the carries of its levels saved. One level runs each layer's forward pass twice, two levels \
+**Peak against depth**: a scan over residual layers with carries of 2 MiB (`examples/benchmarks/depth.py`), \
+which saves only the carries of its levels. One level runs each layer's forward pass twice, two levels \
 three times. Parameters and gradients, 8 KiB a layer, count too. Peaks by XLA's buffer assignment.\
 """
 
@@ -225,7 +225,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=int, nargs="+", help="numbers of layers, at least 5")
     parser.add_argument("--budget", default=BUDGET)
     parser.add_argument(
-        "--first", type=int, nargs="+", default=FIRST, help="blocks to compile first; one alone is all"
+        "--first",
+        type=int,
+        nargs="+",
+        default=FIRST,
+        help="blocks to compile first; a single number compiles no others",
     )
     parser.add_argument("--most", type=int, default=MOST, help=f"nets to compile (default: {MOST})")
     parser.add_argument("--target", choices=jaxremat.targets(), help="compile the nets for this GPU")

@@ -5,9 +5,9 @@
     python -m examples.benchmarks.host_memory resnet50 --shares block --target gh200 --save
     python -m examples.benchmarks.host_memory gpt --only state --state 0.5 0.35 --save
 
-Budgets are shares of the plain step's temporaries, or what the step needs that recomputes each block by hand (`block`);
-with `--state` shares of its peak, and plans with the optimizer's state in host memory stand beside those with it
-on the device. Overheads are rooflines of the compiled programs, with what kernels wait for copies; nothing is timed.
+Budgets are shares of the plain step's temporaries, or the peak of the step that recomputes each block by hand
+(`block`); with `--state`, shares of the plain peak, for plans with the optimizer's state in host memory and on the
+device. Overheads are rooflines of the compiled programs, including waits for copies; nothing is timed.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def _states(found: Sequence[Record]) -> list[str]:
 TITLE = """\
 ### Host memory
 
-Peaks by the compilers for these GPUs. Copies at the rates of the H100's PCIe link, and of the memory behind the GH200's
-NVLink-C2C. Budgets are shares of the plain step's temporaries. Overheads are rooflines of the compiled programs,
-including the time for which kernels wait for copies.\
+Peaks by the compilers for these GPUs. Copies at the rates of the H100's PCIe link, and of the GH200's host memory.
+Budgets are shares of the plain step's temporaries. Overheads are rooflines of the compiled programs, including the
+time for which kernels wait for copies.\
 """
 STATES = """\
 The optimizer's state on the device, and in host memory with `jaxremat.to_host`; milliseconds by the same roofline.
-These steps have few tokens for their number of parameters, so copies take longer than kernels.\
+These steps have few tokens per parameter, so copies take longer than kernels.\
 """
 
 

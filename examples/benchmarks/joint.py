@@ -2,11 +2,10 @@
 
     python -m examples.benchmarks.joint "gpt of 4 layers" resnet50 --target h100 --save
 
-*Recomputing alone* leaves the step as it is written (`allow=()`, loops as they are). *Forms alone* recompute nothing:
-rows and microbatches in chunks, loops with nested checkpointing, with all saved that is left. *One after the
-other* takes the form that those choose (of least memory, where none of them fits) and recomputes within it. *Together*
-is what jaxremat does. Overheads are by a roofline of the compiled programs, against the step as it is written; budgets
-are shares of its temporaries.
+*Recomputing alone* leaves the step as written (`allow=()`, loops as they are). *Forms alone* recompute nothing: rows in
+chunks, microbatches, loops with nested checkpointing, and everything else saved. *One after the other* takes the form
+that those choose (of least memory, if none of them fits) and recomputes within it. *Together* is what jaxremat does.
+Overheads are by a roofline of the compiled programs, relative to the plain step; budgets are shares of its temporaries.
 """
 
 from __future__ import annotations

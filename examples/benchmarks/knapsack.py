@@ -1,9 +1,9 @@
-"""A ratio of saved bytes -> schedule: what torch.compile's `activation_memory_budget` decides, on this library's graph.
+"""A ratio of saved bytes -> schedule: the rule of torch.compile's `activation_memory_budget`, on this library's graph.
 
-There (torch/_functorch/partitioners.py) a knapsack picks, of the activations that are expensive to recompute, those to
-save: maximise the sum of their own run times subject to the sum of their bytes being at most a ratio of all. Each value
-is priced alone, as if what it is made of were always there, and what a stage of the backward pass holds while it
-recomputes appears nowhere. So a ratio is no number of bytes of the step's peak; to meet a budget, one tries ratios.
+In torch/_functorch/partitioners.py, a knapsack chooses which of the expensive activations to save: it maximises the sum
+of their run times, subject to the sum of their bytes being at most a ratio of all. Each value is priced as if its
+operands were always in memory, and the values that a stage of the backward pass holds while it recomputes do not count.
+So a ratio does not determine the step's peak; to meet a budget, one tries ratios.
 """
 
 from __future__ import annotations

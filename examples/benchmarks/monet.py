@@ -172,7 +172,7 @@ def bench(subject: str, target: str, *, scale: str, folder: Path, **options: Any
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without subjects the smallest GPT, tiny, anew, at one share, into ``out/``."""
     parser = runner.parser_of(__doc__, SUBJECTS)
-    parser.add_argument("--rows", nargs="+", type=a_row, metavar="ROW", help="in place of the subject's own")
+    parser.add_argument("--rows", nargs="+", type=a_row, metavar="ROW", help="instead of the subject's own")
     parser.add_argument("--only", choices=("plans", "knapsack"), help="of the subject's own rows")
     steps.add_planning(parser)
     asked = runner.parse(parser, argv, SUBJECTS, quick=(QUICK,))

@@ -1,12 +1,13 @@
-"""What planning costs: CPU seconds, compilations, solves and memory of the process, from the first start and the next.
+"""What planning costs: CPU seconds, compilations, solves and memory of the process, without and with cached plans.
 
     python -m examples.benchmarks.planning demo "gpt of 4 layers" --save
 
-Each step is compiled plainly, planned for a share of its temporaries, and planned once more from the cache of plans, in
-three processes that know nothing of each other but that cache; JAX's own is off. A fourth plans the step for fewer
-examples, near what the cache has. `--shares sweep` plans eight budgets in one. *To a plan* is when the first plan was
-certified that fits, *to run* when what runs is compiled. Seconds are of all cores together, with the solver's process,
-so that a busy machine counts little; compilations are those of the whole step, and in brackets of single operations.
+Each step is compiled plainly, planned for a share of its temporaries, and planned again from the plan cache, in three
+processes that share only that cache; JAX's own is off. A fourth process plans the step for fewer examples, starting
+from the cached plan. `--shares sweep` plans eight budgets in one process. *To a plan* is when the first plan that fits
+was certified, *to run* when the program that runs is compiled. Seconds are CPU seconds of all cores, with the solver's
+process, so a busy machine matters little; compilations are those of the whole step, and in brackets of single
+operations.
 """
 
 from __future__ import annotations
@@ -246,9 +247,9 @@ def _of_platform(record: Record) -> str:
 
 
 LEGEND = """\
-CPU seconds of all cores. *From the cache*: a second process that finds the plan of the first. *Other batch*: a process
-that plans nine tenths of the examples near that plan. *Sweep*: eight budgets in all. Rows marked *before*
-are of the version in which sweeps compiled each budget by itself, and other shapes needed the same chunks.\
+CPU seconds of all cores. *From the cache*: a second process loads the first one's plan. *Other batch*: a process starts
+from that plan for nine tenths of the examples. *Sweep*: eight budgets. Rows marked *before* are from a version whose
+sweeps shared no compilations, and whose plans for other shapes needed the same chunks.\
 """
 
 NETWORKS = (DEMO, *NAMES, *KINDS, *VARIANTS)

@@ -1,7 +1,7 @@
-"""Where measurements are kept: one JSON file for each network and scale, and what it says of the machine.
+"""Storage of measurements: one JSON file for each network and scale, with a description of the machine.
 
-Files under ``results/`` are the published ones, which `table` prints into the README; those under ``out/``
-are nobody's but yours: git ignores them.
+Files under ``results/`` are published: `table` prints them into the README. Those under ``out/`` are your own: git
+ignores them.
 """
 
 from __future__ import annotations

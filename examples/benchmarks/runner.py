@@ -1,14 +1,14 @@
 """A benchmark -> its command line, its JSON files and its table: all that scripts of this folder share.
 
-A script says what can be measured, which rows that makes, and how they are told:
+A script defines what can be measured, the rows, and their table:
 
     BENCHMARK = Benchmark("residuals", __doc__, NAMES, rows, markdown, shares=(0.5, 0.33))
 
     if __name__ == "__main__":
         BENCHMARK.main()
 
-Rows that are there are not measured again. The file is written after every row, so that a run that was cut short goes
-on where it stopped. Without names a script has a quick look, tiny, into ``out/``; `--save` writes into ``results/``.
+Existing rows are not measured again. The file is written after every row, so an interrupted run continues where it
+stopped. Without names a script makes a quick, tiny run into ``out/``; `--save` writes into ``results/``.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ class Benchmark:
         """Return what was typed."""
         parser = parser_of(self.doc, self.names)
         parser.add_argument(
-            "--target", default=self.target, help="compile for this device, which need not be here"
+            "--target", default=self.target, help="compile for this device, which this machine need not have"
         )
         if self.shares:
             default = " ".join(map(str, self.shares))
             parser.add_argument(
-                "--shares", nargs="+", help=f"of the plain step's temporaries (default: {default})"
+                "--shares", nargs="+", help=f"shares of the plain step's temporaries (default: {default})"
             )
         if self.only:
-            parser.add_argument("--only", nargs="+", metavar="X", help="rows to measure, in place of all")
+            parser.add_argument("--only", nargs="+", metavar="X", help="rows to measure; by default all")
         self.options(parser)
         asked = parse(parser, argv, self.names, self.quick)
         asked.shares = (
@@ -107,10 +107,10 @@ def parser_of(doc: str | None, names: Collection[str]) -> argparse.ArgumentParse
     parser.add_argument(
         "--scale", choices=("full", "small", "tiny"), help="default: full; without names tiny"
     )
-    parser.add_argument("--fresh", action="store_true", help="measure rows anew that are there")
+    parser.add_argument("--fresh", action="store_true", help="measure existing rows again")
     parser.add_argument("--verbose", action="store_true", help="log each planning round")
-    parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
-    parser.add_argument("--results", type=Path, help="folder of the JSON files, in place of both")
+    parser.add_argument("--save", action="store_true", help="write into results/ instead of out/")
+    parser.add_argument("--results", type=Path, help="folder of the JSON files, instead of both")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Steps on eight devices: planned per device, what they send each other, and how true the first prediction was.
+"""Steps on eight devices: plans per device, the bytes sent between devices, and the error of the first prediction.
 
     python -m examples.benchmarks.sharded all                         # eight devices of this host
     python -m examples.benchmarks.sharded all --target h100x8 --save  # by the compiler of eight H100s
@@ -250,12 +250,12 @@ HEADER = (
 LEGEND = """\
 Bytes are per device. *First prediction* is the predicted peak when only the plain step was compiled. Overheads are
 rooflines of the compiled programs, with their collectives. *Sent* counts the arrays of collectives in the plain and in
-the planned step, and *bytes sent* what one device sends.\
+the planned step, *bytes sent* the bytes that one device sends.\
 """
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--times", type=int, default=1, help="as wide and as long (default: 1)")
+    parser.add_argument("--times", type=int, default=1, help="multiple of width and length (default: 1)")
 
 
 BENCHMARK = Benchmark(

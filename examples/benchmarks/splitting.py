@@ -92,7 +92,7 @@ def markdown(found: Sequence[Record]) -> str:
 TITLE = """\
 ### Work in parts
 
-Peaks by XLA's compiler for the CPU, of steps that run in parts of their examples, points or pairs: by hand, and as
+Peaks by XLA's compiler for the CPU, of steps that run in parts of their examples, points or pairs, by hand and
 planned. Operations are multiples of the plain step's.\
 """
 

@@ -34,7 +34,11 @@ def _share(text: str) -> str:
 def add_planning(parser: argparse.ArgumentParser) -> None:
     """Add the options of scripts that plan row by row."""
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
-    parser.add_argument("--target", choices=jaxremat.targets(), help="compile for this device, here or not")
+    parser.add_argument(
+        "--target",
+        choices=jaxremat.targets(),
+        help="compile for this device, which this machine need not have",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="+",
         type=_share,
         metavar="S",
-        help=f"of the plain step's temporaries (default: {' '.join(SHARES)}; without networks: 0.5)",
+        help=f"shares of the plain step's temporaries (default: {' '.join(SHARES)}; without networks: 0.5)",
     )
     parser.add_argument(
         "--only", nargs="+", choices=("plain", *BY_HAND, SCAN, "plans"), help="kinds of rows to measure"
     )
-    parser.add_argument("--time", action="store_true", help="time the steps, in turn")
+    parser.add_argument("--time", action="store_true", help="time the steps, alternately")
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each step (default: 5)")
     parser.add_argument(
         "--check", action="store_true", help="compare all results after one step with the plain step's"

@@ -1,7 +1,7 @@
-"""Write the results of the benchmarks as tables: all of them beside this file, those that matter most into the README.
+"""Write the results of the benchmarks as tables: all of them into this folder's README, an excerpt into the root's.
 
 python -m examples.benchmarks.table            # rewrite both READMEs between their markers, print a summary
-python -m examples.benchmarks.table --check    # only look: exit status 1 if one of them is not up to date
+python -m examples.benchmarks.table --check    # write nothing: exit status 1 if one of them is out of date
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _timed(record: records.Record) -> str:
 def _but(record: records.Record) -> str:
     """What the plans of a record could not do yet."""
     allowed = record["environment"].get("allow", EXACT)
-    return ", attention as it is written" if "gpt" in record["network"] and "attention" not in allowed else ""
+    return ", attention as written" if "gpt" in record["network"] and "attention" not in allowed else ""
 
 
 def _of(record: records.Record) -> tuple[str, str]:
@@ -278,11 +278,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
     parser = argparse.ArgumentParser(description="Write benchmark results into the READMEs.")
     parser.add_argument(
-        "--check", action="store_true", help="do not write; exit with 1 if one is not up to date"
+        "--check", action="store_true", help="write nothing; exit with 1 if one is out of date"
     )
     parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the JSON files")
-    parser.add_argument("--readme", type=Path, default=README, help="for the table that sums up")
-    parser.add_argument("--page", type=Path, default=PAGE, help="for all tables")
+    parser.add_argument("--readme", type=Path, default=README, help="file for the summary tables")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file for all tables")
     given = parser.parse_args(argv)
     steps, monet, device, lora = (
         list(records.read_all(given.results, kind)) for kind in ("step", "monet", "device", "lora")

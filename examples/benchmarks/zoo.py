@@ -1,12 +1,12 @@
-"""Make the plans that come with the library, and say which of them are of other programs by now.
+"""Make the plans that come with the library, and report which of them are stale.
 
     python -m examples.benchmarks.zoo resnet50 gpt --scale full --target h100 --shares 0.5 min
     python -m examples.benchmarks.zoo --check
 
 A plan follows from the network's code, from the versions of jax, Flax and Optax, and from how jaxremat normalises a
-traced step. Whenever one of them changes what a step's jaxpr looks like, the plans have to be made anew: `--check`
-traces every program that the version of jax at hand has plans for, and compares fingerprints; `--check --compile`
-applies them too, and compares peaks.
+traced step. When one of them changes a step's jaxpr, its plans must be made again: `--check` traces every program that
+has plans for the installed jax, and compares fingerprints; `--check --compile` applies the plans too, and compares
+peaks.
 """
 
 from __future__ import annotations

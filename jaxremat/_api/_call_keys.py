@@ -84,7 +84,7 @@ def naming_static(
                 said = " and ".join(f"`{name}` is {given[name]!r}" for name in places)
                 written: list[Any] = list(places.values() if by_number else places)
                 error.add_note(
-                    f"{said}: an argument that decides what Python executes must be static. Write "
+                    f"{said}: an argument that Python code branches on must be static. Write "
                     f"`{door}(..., static_arg{'nums' if by_number else 'names'}="
                     f"{tuple(written) if len(written) > 1 else written[0]!r})`."
                 )
@@ -97,8 +97,8 @@ def naming_deleted(error: Exception, program: Program, args: Args, kwargs: Kwarg
     for path, leaf in leaves:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             error.add_note(
-                f"The argument {program.name_of(path)} ({leaf.aval.str_short()}) is deleted: it was donated to an "
-                "earlier call. Pass that call's results, or leave the argument out of `donate_argnums`."
+                f"The argument {program.name_of(path)} ({leaf.aval.str_short()}) is deleted: an earlier call donated "
+                "it. Pass that call's results, or leave the argument out of `donate_argnums`."
             )
             return
 

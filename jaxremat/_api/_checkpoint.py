@@ -86,7 +86,7 @@ def checkpoint(
     if only hints prevent a plan), `HintError`, `SolverError`.
 
     On the CPU, XLA merges the recomputation with the original unless it is told not to: jit the function around this
-    one with `compiler_options=jaxremat.compiler_options()`. A warning says if these options can be seen to be missing.
+    one with `compiler_options=jaxremat.compiler_options()`. A warning says if they are missing, where it can tell.
 
     ```python
     block = jaxremat.checkpoint(transformer_block, budget="30% of residuals")
@@ -329,10 +329,9 @@ def _warn_of_options() -> None:
     if not all(any(str(value) in text for text in told) for value in needed.values()):
         _warned = True
         warn(
-            "A function planned by `jaxremat.checkpoint` is compiled by a `jax.jit` without the compiler "
-            "options that it needs: on this backend, XLA will merge the recomputation with the original, and "
-            "save no memory. Write `jax.jit(..., compiler_options=jaxremat.compiler_options())` on the "
-            "outermost `jit`."
+            "The `jax.jit` around a `jaxremat.checkpoint` lacks the compiler options that it needs: on this "
+            "backend, XLA merges the recomputation with the original, which saves no memory. Write "
+            "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`."
         )
 
 

@@ -98,8 +98,8 @@ def follows_signs(leaves: Sequence[Leaf]) -> list[str]:
     if not apart or not moved or any(leaf.apart < leaf.scale for leaf in apart):
         return []
     return [
-        f"Rounding alone moves {moved} of {len(leaves)} results by as much as the step changes them, as where an "
-        "update follows the sign of a gradient. Judge by other results, such as the optimizer's moments."
+        f"Rounding alone moves {moved} of {len(leaves)} results by as much as the step changes them; updates by the "
+        "sign of a gradient do this. Judge by other results, such as the optimizer's moments."
     ]
 
 

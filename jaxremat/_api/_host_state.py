@@ -40,8 +40,8 @@ def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | Non
         return host._replace(sparing=True)
     if host is None and offload != "auto":
         warn(
-            f"`offload={offload!r}`: {spec.name} has no memory apart from the host's, so nothing can be "
-            "offloaded. The step is planned without offloading."
+            f"`offload={offload!r}`: {spec.name} has no memory besides the host's. The step is planned without "
+            "offloading."
         )
     return host
 
@@ -65,9 +65,9 @@ def saying_refusals(run: Callable[..., Any], plan: Plan, args: Args, kwargs: Kwa
             if not _ABOUT_HOST.search(str(error)):
                 raise
             raise HostMemoryError(
-                f"`{plan.step}` uses host memory ({format_nbytes(plan.offloaded_nbytes)} for offloaded values), and an "
-                f"allocation was refused when it ran: {error}. Free some of this machine's memory, allow the process "
-                'to pin more (`ulimit -l`), or plan with less: `optimize(..., offload="8GiB")`, or without `offload`.'
+                f"`{plan.step}` could not allocate host memory (it offloads {format_nbytes(plan.offloaded_nbytes)}): "
+                f"{error}. Free some of this machine's memory, allow the process to pin more (`ulimit -l`), or offload "
+                'less: `optimize(..., offload="8GiB")`.'
             ) from error
 
     return running
@@ -193,8 +193,8 @@ def _said(planned: Planned) -> Planned:
     """Return the plan, with a warning where it returns some of the arguments elsewhere than they came from."""
     if nbytes := planned.plan.on_host_nbytes:
         warn(
-            f"The plan keeps {format_nbytes(nbytes)} of the donated arguments in host memory: the step reads "
-            "them only to update them, or row by row in its loops, and returns them there. Other code that computes "
-            "with them must first copy them to the device, with `jax.device_put(x, jax.memory.Space.Device)`."
+            f"The plan keeps {format_nbytes(nbytes)} of the donated arguments in host memory, and the step returns "
+            "them there. Other code that computes with them must first copy them to the device: "
+            "`jax.device_put(x, jax.memory.Space.Device)`."
         )
     return planned

@@ -45,7 +45,7 @@ def handed_over(
     for name in ("device", "backend", "layouts"):
         if own.pop(name):
             raise ArgumentError(
-                f"`optimize` cannot keep the option `{name}` of the jitted function that it was given. Pass the "
+                f"`optimize` was given a jitted function, and cannot keep its option `{name}`. Pass the "
                 "function without `jax.jit`, and place its arguments with `jax.device_put`."
             )
     merged = dict(options)
@@ -113,33 +113,33 @@ def optimize(
       hosts. This machine need not have them: the peak is that of XLA's compiler for one of the devices (`pip install
       ".[targets]"` in a checkout). Such a step can be planned, lowered and compiled anywhere, and called only on the
       device.
-    - `pins`: decisions about values, as `jaxremat.hint` makes them, from outside of the model: `{"Block_*/Dense_0":
+    - `pins`: decisions about values, as with `jaxremat.hint`, but from outside the model: `{"Block_*/Dense_0":
       "recompute"}`. A pattern is a path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or
       a `checkpoint_name`) or within a source line, or a compiled regular expression. Matching values are saved
       (`"save"`), recomputed (`"recompute"`) or offloaded (`"offload"`); with `"stage"`, a stage of the backward pass
       begins where the backward pass of the matching operations does.
     - `offload`: allow the planner to keep saved values in host memory between their readers, where that costs less than
       recomputing them. The planner first searches for plans without host memory, so planning may take twice as long. If
-      no plan fits, or only expensive ones, it also keeps donated arguments in host memory that are only read to be
-      updated, such as an optimizer's state, and then stacks that loops read row by row, such as weights of layers; the
-      step returns them there, and a warning says so (see `Plan.on_host`). On a CPU, True only causes a warning;
+      no plan fits, or only expensive ones, it also keeps donated arguments in host memory: those that only the update
+      reads, such as an optimizer's state, and then stacks that loops read one row at a time, such as layers' weights.
+      The step returns them there, and a warning says so (see `Plan.on_host`). On a CPU, True only causes a warning;
       `"auto"` uses host memory only where the best plan without it makes the step 2 % longer, and for arguments only
       where nothing fits; planning takes at most about a third longer. Bytes or text such as `"64GiB"` mean True, and
       limit the host memory that all devices of the process use together. The default limit is half of the machine's
-      memory, and none for a `target`.
+      memory; for a `target` there is none.
     - `allow`: transformations that the planner may use besides recomputation, where they are cheaper. `"attention"`:
       attention without its matrix of scores. `"rows"`: work on large values (logits) in chunks of rows.
       `"microbatches"`: most of the step on one part of the batch at a time, with accumulated gradients. These are
       `jaxremat.EXACT`, the default: they draw the same random numbers, and change only the order of sums.
       `"bf16_residuals"`, `"fp8_residuals"`, `"int8_residuals"`: save values in bfloat16, or in 8 bits with a scale for
       each 128 numbers. `"reversible"`: undo blocks whose input follows from their output, such as couplings. These
-      round gradients, and leave the forward pass as it is; `jaxremat.compare` reports by how much.
+      round gradients (`jaxremat.compare` reports by how much), and leave the forward pass as it is.
     - `planning`: how to search for a plan and check it, a `jaxremat.Planning`.
     - `like`: a plan of the same step for other shapes (another batch size or sequence length), or its file. The new
       plan is made from it, with at most one solve and two compilations, and verified as any other. If it does not fit,
-      or takes 2 % of the step longer than that plan, the step is planned as usual. By default the step's own plans for
-      other shapes, and those in the plan cache within the same budget, are tried in this way, unless
-      `Planning(effort="thorough")`. False plans each shape afresh.
+      or takes 2 % of the step longer than that plan, the step is planned as usual. By default this is tried with the
+      step's own plans for other shapes, and with those in the plan cache within the same budget, unless
+      `Planning(effort="thorough")`. False searches for each shape from scratch.
 
     **Returns:** a decorator that returns a `Step`.
 
@@ -179,8 +179,8 @@ def optimize(
         )
     if planning.workspace_margin and isinstance(budget, str) and budget.strip().lower() == "min":
         raise ArgumentError(
-            '`workspace_margin` is kept free below a budget, but "min" asks for the least peak and has no '
-            "budget. Leave out the margin, or write the budget in bytes."
+            '`workspace_margin` leaves memory free below a budget, but "min" is no such limit. Leave out the '
+            "margin, or write the budget in bytes."
         )
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40, lambda: (0, 1))  # what can never be read is refused where it is written

@@ -168,9 +168,8 @@ class Step:
         leaves, tree = jax.tree.flatten(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             warn(
-                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation. Part of a "
-                "larger program has no budget of its own, so the plain step runs. Put `optimize` on the "
-                "outermost function instead."
+                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, so it runs "
+                "without a plan: a budget is for a whole program. Put `optimize` on the outermost function instead."
             )
             return self._program.plain(*args, **kwargs)
         if (target := self._program.target) is not None and not self._is_here(target, args, kwargs):
@@ -210,7 +209,7 @@ class Step:
 
     @_compat.api_boundary
     def lower(self, *args: object, **kwargs: object) -> Any:
-        """Return the planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
+        """Return the planned step, lowered: a `jax.stages.Lowered`, or its equivalent for a target."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.lower, args, kwargs)
         planned = self._plan_for(args, kwargs)
@@ -240,7 +239,7 @@ class Step:
         """
         if (target := self._program.target) is not None and self._is_here(target, args, kwargs):
             if planned.plan.offloaded:
-                needs = f"The plan of `{planned.plan.step}` keeps {len(planned.plan.offloaded)} values for a while in"
+                needs = f"The plan of `{planned.plan.step}` offloads {len(planned.plan.offloaded)} values to"
                 check_host_memory([device_of(args, kwargs)], needs, "Plan for this device without `offload`.")
             compiled = replace(self._program, target=None).compile(planned.jitted, args, kwargs)
             if self._request.planning.verify:

@@ -75,7 +75,7 @@ def sweep(
         raise ArgumentError(f"`points={points!r}` is not a number of budgets. Write an int of at least 2.")
     if wrong := sorted({"budget", "plan"} & set(options)):
         raise ArgumentError(
-            f"`sweep` chooses its budgets itself; leave out `{wrong[0]}`. For one budget use `jaxremat.plan`."
+            f"`sweep` chooses its own budgets; leave out `{wrong[0]}`. For one budget use `jaxremat.plan`."
         )
     if isinstance(fn, Step):
         if options or target is not None:
@@ -316,7 +316,7 @@ def _parse(text: str) -> dict[str, Any]:
     """Return an entry of the folder. **Raises:** ValueError where it is none."""
     entry = json.loads(text)
     if not isinstance(entry, dict):
-        raise ValueError("it holds no entry of a sweep")
+        raise ValueError("it is not an entry of a sweep")
     if entry.get("plan") is not None:
         _plan(entry)
     return entry

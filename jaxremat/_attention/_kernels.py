@@ -33,7 +33,7 @@ _ABLE = frozenset(
         "square", "tanh", "xor",
     }
 )  # fmt: skip
-"""What tiles may be made of. Not all that Triton has: with a derivative that it has too."""
+"""The operations that tiles may contain: those that Triton has, and whose derivatives it has too."""
 
 
 def fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:

@@ -1,4 +1,4 @@
-"""What an attention computes, as plain data: products, what happens to scores before and behind the softmax, layouts.
+"""An attention as plain data: products, operations on scores before and after the softmax, layouts.
 
     scores = query x key                       axes of scores, in the order that `value` is multiplied by them:
     weights = after(softmax(before(scores)))   numbers from 0; one of them, `key`, is summed over
@@ -23,7 +23,7 @@ from jax import lax
 from .._program._compat import DType
 
 Axes = tuple[int | None, ...]
-"""Of each dimension the number of its axis; None of one of size 1 that is none."""
+"""The axis of each dimension; None for a dimension of size 1 without an axis."""
 
 
 @dataclass(frozen=True)

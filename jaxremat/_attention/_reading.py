@@ -23,11 +23,11 @@ DEEPEST = 24
 """How far values are followed that do not depend on the scores."""
 
 LINEAR = frozenset({"convert_element_type", "mul", "div", "select_n"})
-"""What may stand between the softmax and the product: of the weights, nothing but these."""
+"""The only operations allowed on the weights between the softmax and the product."""
 
 
 class UnlikeError(Exception):
-    """What was read is no attention."""
+    """The equations are no attention."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ def constant(program: Program, a: Atom) -> float | None:
 
 
 Reference = tuple[str, int]
-"""What a step reads: the `"source"`, a `"leaf"` or another `"step"`, and which."""
+"""An operand of a step: the `"source"`, a `"leaf"` or another `"step"`, and which."""
 
 
 class Reading:

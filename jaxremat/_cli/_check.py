@@ -108,8 +108,8 @@ def _here(target: str | None) -> None:
         find(str(d.device_kind)) for d in jax.local_devices()
     }:
         raise TargetError(
-            f"`--target {target}` is not in this machine, but this command runs both steps. Leave it out to run "
-            f"them here, or use `jaxremat plan --target {target}`, which only compiles."
+            f"`--target {target}`: this machine has no such device, and this command runs both steps. Leave it out to "
+            f"run them here, or use `jaxremat plan --target {target}`, which only compiles."
         )
 
 

@@ -32,20 +32,20 @@ from .._runtime._errors import (
 )
 
 EXIT_CODES: tuple[tuple[int, str, tuple[type[BaseException], ...]], ...] = (
-    (0, "done: the step fits, the results agree", ()),
+    (0, "success: the step fits, the results agree", ()),
     (
         1,
-        "no: the step does not fit the budget, the results differ, or a check failed",
+        "the step does not fit the budget, the results differ, or a check failed",
         (InfeasibleBudgetError,),
     ),
-    (2, "the command line is wrong: an option, a budget, a function", (ArgumentError, BudgetError)),
+    (2, "usage error: an option, a budget, a function", (ArgumentError, BudgetError)),
     (3, "the plan was made for another program, or the file is not a plan", (PlanMismatchError,)),
     (
         4,
-        "something is missing: a package, a compiler, a device, a file",
+        "a package, a compiler, a device or a file is missing",
         (TargetError, ImportError, OSError),
     ),
-    (5, "something failed: the function itself, a solver, the compiler", (Exception,)),
+    (5, "the function itself, a solver or the compiler failed", (Exception,)),
     (130, "interrupted", (KeyboardInterrupt,)),
 )
 """Code, meaning, and the errors that end with it; the first that matches counts."""

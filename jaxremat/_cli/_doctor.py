@@ -73,7 +73,7 @@ class Requirement:
 def findings() -> Iterator[Finding]:
     """Yield the outcome of every check in the order to read them in; expensive ones come as they are done."""
     needed = requirements()
-    yield Finding("jaxremat", "ok", __version__ + ("" if needed else ", from a folder, not installed"))
+    yield Finding("jaxremat", "ok", __version__ + ("" if needed else ", imported from a folder"))
     yield Finding("Python", "ok", platform.python_version())
     yield from (package(each) for each in needed if not each.extra)
     asked = "unset JAX_PLATFORMS, or " if os.environ.get("JAX_PLATFORMS") else ""

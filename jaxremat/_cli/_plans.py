@@ -63,7 +63,7 @@ def register(app: typer.Typer) -> None:
         limit = None if budget is None else parse_budget(budget, device_nbytes, lambda: parts)
         if limit == "min":
             raise typer.BadParameter(
-                "'min' is a budget for `jaxremat plan`: this command compiles the step as it is written"
+                "'min' needs a plan: use `jaxremat plan`. This command compiles the step as written"
             )
         fits = None if limit is None else stats.peak_nbytes <= limit
         data = {**_figures(stats), "budget_nbytes": limit, "fits": fits, "modelled": stats.modelled}
@@ -88,7 +88,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         planning: PlanningOptions,
     ) -> Answer:
-        """Print the extra time that each of several budgets costs.
+        """Print the overhead of plans for several budgets.
 
         The budgets range from the plain step's memory down to the least.
 

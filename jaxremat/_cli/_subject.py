@@ -50,8 +50,8 @@ TargetName = Annotated[
         "--target",
         callback=known_target,
         autocompletion=lambda: list(targets()),
-        help="Compile for this device, which this machine need not have (see `jaxremat devices`), or for "
-        "several: h100x8, h100:16x8.",
+        help="Compile for this device (`jaxremat devices` lists them), or for several: h100x8, h100:16x8. "
+        "This machine need not have it.",
     ),
 ]
 
@@ -94,9 +94,8 @@ class Subject:
         typer.Option(
             "--args",
             metavar="FUNCTION",
-            help="Function that makes the step's arguments. It returns a tuple, or a tuple and a dict of "
-            "keyword arguments, of arrays or `jax.ShapeDtypeStruct`s. A name without a module is looked "
-            "up in the step's module.",
+            help="Function that returns the step's arguments (arrays or `jax.ShapeDtypeStruct`s): a tuple, or "
+            "a tuple and a dict of keyword arguments. A name without a module is looked up in the step's module.",
         ),
     ]
     donate: Annotated[str, typer.Option(metavar="0,1", help="Donated arguments, by number or name.")] = ""
@@ -147,19 +146,17 @@ class PlanningOptions:
     ] = None
     time_limit: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Work limit of each solve, in seconds of a usual machine."),
+        typer.Option(metavar="S", help="Work limit of each solve, in seconds on a typical machine."),
     ] = None
     planning_seconds: Annotated[
         float | None,
-        typer.Option(
-            metavar="S", help="Seconds after which the search ends, or with the first plan that fits."
-        ),
+        typer.Option(metavar="S", help="Time limit of the search, which runs on until a first plan fits."),
     ] = None
     effort: Annotated[
-        Literal["normal", "thorough"] | None, typer.Option(help="Limits of the search; thorough lifts them.")
+        Literal["normal", "thorough"] | None, typer.Option(help="How far to search: thorough has no limits.")
     ] = None
     profile: Annotated[
-        Literal["roofline", "measure"] | None, typer.Option(help="Source of operations' times.")
+        Literal["roofline", "measure"] | None, typer.Option(help="Estimate or measure operations' times.")
     ] = None
     margin: Annotated[
         str | None,
@@ -174,12 +171,12 @@ class PlanningOptions:
         str | None,
         typer.Option(
             metavar="NAMES",
-            help=f"Transformations besides recomputation, with commas: {', '.join(ALLOWED)}; exact stands for "
-            f"{', '.join(EXACT)}, the default, and none for recomputation alone.",
+            help=f"Transformations besides recomputation, separated by commas: {', '.join(ALLOWED)}; exact (the "
+            f"default) stands for {', '.join(EXACT)}; none allows recomputation alone.",
         ),
     ] = None
-    verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
-    cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
+    verify: Annotated[bool | None, typer.Option(help="Compile the plan to confirm its peak.")] = None
+    cache: Annotated[bool | None, typer.Option(help="Read and write the plan cache.")] = None
 
     def fields(self) -> dict[str, Any]:
         """Return fields of `jaxremat.Planning`, without those that were not given."""
@@ -199,7 +196,7 @@ class PlanningOptions:
         """Return keyword arguments of `optimize` besides, without those that were not given."""
         if self.host_budget is not None and self.offload is False:
             raise typer.BadParameter(
-                "--host-budget allows offloading, and --no-offload forbids it. Leave one of them out."
+                "--host-budget allows offloading, but --no-offload forbids it. Leave one of them out."
             )
         offload = self.offload if self.host_budget is None else self.host_budget
         return _given({"offload": offload, "allow": self._allowed()})
@@ -302,7 +299,7 @@ def split(fn: Callable[..., object], made: object, source: str) -> tuple[tuple[A
         return (), made
     if not isinstance(made, (tuple, list)):
         raise ArgumentError(
-            f"{source!r} returned a {type(made).__name__}. It has to return a tuple of the function's "
+            f"{source!r} returned a {type(made).__name__}. It must return a tuple of the function's "
             "arguments, such as (params, batch), or (args, kwargs)."
         )
     try:

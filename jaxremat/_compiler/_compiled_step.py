@@ -25,7 +25,7 @@ from ._roofline import Kernel, kernels, loop_length, roofline, seconds_of
 
 @dataclass(frozen=True, slots=True)
 class HostTraffic:
-    """What one run of a program copies.
+    """The copies of one run of a program.
 
     **Fields:** `sent_nbytes` to the host, `fetched_nbytes` from it; `wait_seconds` for which kernels wait for copies.
     """

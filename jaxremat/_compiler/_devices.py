@@ -27,7 +27,7 @@ def detect(device: Any) -> DeviceSpec:
 
 
 HOST_SHARE = 0.5
-"""Of the machine's memory so much may be pinned for copies of values, if nobody says how much."""
+"""Default share of the machine's memory that may be pinned for offloaded values."""
 
 AHEAD_SECONDS = 5e-3
 """XLA takes any copy to last so long (`GpuLatencyEstimator`: 5,000 units, of a microsecond)."""

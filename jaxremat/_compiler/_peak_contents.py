@@ -27,7 +27,7 @@ class Alive:
 
 
 MOST = 100
-"""Of what is alive, the largest are reported."""
+"""The number of live arrays that are reported, largest first."""
 
 
 def alive_at_peak(module: Module, text: str) -> tuple[Alive, ...]:

@@ -1,4 +1,4 @@
-"""A function with its `jit` options -> compiled variants of it that differ in nothing but their equations."""
+"""A function with its `jit` options -> compiled variants of it that differ only in their equations."""
 
 import inspect
 import math
@@ -21,15 +21,16 @@ from .._runtime._errors import ArgumentError, CompilationError, TargetError
 from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _UNFUSED = {"xla_backend_optimization_level": 0}
-"""Machine code that nobody optimises, of the same kernels in the same order and memory: half of a compilation."""
+"""Unoptimised machine code of the same kernels in the same order and memory: half of a compilation's time."""
 
 _UNOPTIMISED = {"xla_cpu_use_fusion_emitters": False}
-"""Of XLA:CPU, machine code by its older writers of kernels, in a third to two thirds of a draft's time. They write the
-same values to memory, but in more kernels and in some bytes more or less: a sketch proves no peak and tells no time.
+"""XLA:CPU's older emitters, in a third to two thirds of a draft's time. They write the same values to memory, but in
+more kernels and with slightly different sizes: a sketch confirms neither a peak nor a time.
 """
 
 _ALONE = {"xla_gpu_shard_autotuning": False}
-"""One process tries out all kernels. Else each tries its share, and waits for the others, which compile nothing."""
+"""One process autotunes all kernels. Otherwise each tunes its share, and waits for the others, which compile
+nothing."""
 
 _DISABLED = "xla_disable_hlo_passes"
 _FENCE_BREAKERS = ("cse_barrier_expander", "small-while-loop-hoisting")
@@ -320,8 +321,8 @@ def _check_donated(program: Program, args: Args, kwargs: Kwargs) -> None:
     for (path, leaf), info in zip(leaves, infos, strict=True):
         if info.donated and is_elsewhere(leaf):
             raise ArgumentError(
-                f"The argument {program.name_of(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but in memory "
-                f"of the kind {leaf.sharding.memory_kind!r}, where a step returns nothing. Move it to the device, with "
+                f"The argument {program.name_of(path)}, {leaf.dtype}{list(leaf.shape)}, is donated, but its memory "
+                f"kind is {leaf.sharding.memory_kind!r}, where a step returns nothing. Move it to the device, with "
                 "`jax.device_put(x, jax.memory.Space.Device)`, or to host memory, with `jaxremat.to_host(x)`."
             )
 

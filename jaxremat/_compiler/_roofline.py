@@ -57,7 +57,7 @@ class Kernel:
 
     @property
     def sent_nbytes(self) -> int:
-        """What a device sends to others in one trip."""
+        """The bytes that a device sends to others in one trip."""
         return sent_nbytes(self.instruction.opcode, self.read_nbytes, self.written_nbytes)
 
 

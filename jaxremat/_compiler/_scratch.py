@@ -31,7 +31,7 @@ from ._tags import TAG
 
 @dataclass(frozen=True)
 class Purposes:
-    """What the instructions of a computation are for.
+    """The purpose of a computation's instructions.
 
     **Fields:** `own` for each instruction the equation that it is tagged with, if any; `wanted` for each the equations
     for which it runs: its own, else those of its readers; `made` the buffers that are values, with their equation;
@@ -125,7 +125,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
-@mechanism("scratch memory as compiled", off=lambda *_, **__: {})
+@mechanism("compiled scratch memory", off=lambda *_, **__: {})
 def scratch(module: Module, eqns: Sequence[jex.JaxprEqn], gone: Set[int] = frozenset()) -> dict[int, Scratch]:
     """Return that of each equation that has kernels of its own in the program, by index.
 

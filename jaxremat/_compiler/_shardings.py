@@ -58,7 +58,7 @@ class Shardings:
 
     @property
     def inferred(self) -> bool:
-        """Whether the compiler is to find out where values are: no axis of the mesh stands in types."""
+        """Whether the compiler propagates shardings: no axis of the mesh is part of types."""
         kinds = self.mesh.axis_types if self.mesh is not None else ()
         return bool(kinds) and all(kind == jax.sharding.AxisType.Auto for kind in kinds)
 
@@ -79,7 +79,7 @@ class Shardings:
         return math.prod(size for _, _, size in axes)
 
     def of_attention(self, site: Site) -> Places | None:
-        """Return where an attention is done, as its scores lie; None where it stays as it is written."""
+        """Return where an attention runs, by the sharding of its scores; None where it stays as written."""
         scores = self.named(site.scores) if self.inferred else None
         if scores is None:
             return None
@@ -98,7 +98,7 @@ class Shardings:
 
 @dataclass
 class Division:
-    """Where the values of a step are, in each of its forms: found when first asked for."""
+    """The shardings of a step's values, in each of its forms, computed on demand."""
 
     program: Program
     args: tuple[Any, ...]

@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the compiled program does with memory, by equation index.
+    """The compiled program's use of memory, by equation index.
 
     **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
     any such buffer; `loops` those of whose iterations it says as much; `summed` and `gathered` by equation the bytes

@@ -53,8 +53,7 @@ class Target:
         if self.device not in targets():
             raise TargetError(
                 f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}. For several devices "
-                'append their number, as in "h100x8", or the numbers of hosts and of devices per host, as in '
-                '"h100:16x8".'
+                'append their number ("h100x8"), or hosts and devices per host ("h100:16x8").'
             )
 
     @property
@@ -127,8 +126,8 @@ def mismatch(target: Target, devices: int) -> TargetError:
     """Return what to say of a step that is on another number of devices than the target has."""
     if devices == 1:
         return TargetError(
-            f"`target={target.name!r}` has {target.devices} devices, but no argument of the step is on several "
-            "devices. Pass arguments with shardings, such as `jax.ShapeDtypeStruct(shape, dtype, "
+            f"`target={target.name!r}` has {target.devices} devices, but no argument of the step is sharded. "
+            "Pass arguments with shardings, such as `jax.ShapeDtypeStruct(shape, dtype, "
             'sharding=NamedSharding(mesh, P("data")))` with `mesh = '
             f'jax.sharding.AbstractMesh(({target.devices},), ("data",))`, or write `target={target.device!r}`.'
         )
@@ -185,7 +184,7 @@ def _compile(
             if not any(words in str(error) for words in _NO_TILING):
                 raise
             logger.info(
-                "compiling again without Triton's matrix products, for one of which XLA finds no tiling"
+                "compiling again without Triton's matrix products, because XLA finds no tiling for one of them"
             )
             return ask(WORKER, (*asked, {**_WITHOUT_TRITON, **dict(options)}), seconds)
     except WorkerLostError as error:
@@ -206,7 +205,7 @@ def _failure(error: WorkerLostError, compiler: str, seconds: float) -> Compilati
         )
     if isinstance(error, WorkerRefusedError) or "Check failed" in said:
         return CompilationError(f"{compiler} refuses the step: {said}", reason="refused")
-    return CompilationError(f"The process that runs {compiler} ended: {said}", reason="lost")
+    return CompilationError(f"The process that runs {compiler} died: {said}", reason="lost")
 
 
 _NO_MEMORY = ("MemoryError", "bad_alloc", "RESOURCE_EXHAUSTED")
@@ -267,6 +266,6 @@ def _check_installed() -> None:
     if not any(version == wanted for _, version in found):
         name, version = found[0]
         raise TargetError(
-            f"{name} {version} is installed with jaxlib {wanted}: their versions must be equal. "
+            f"{name} {version} is installed with jaxlib {wanted}, but their versions must be equal. "
             f'Install: pip install "{name}=={wanted}"'
         )

@@ -67,7 +67,7 @@ class Analysis:
 
     @cached_property
     def puts(self) -> dict[int, list[int]]:
-        """For each equation there the user's own copies to the host of what it makes."""
+        """The user's own copies to the host of each equation's results."""
         graph = self.graph
         found: dict[int, list[int]] = {}
         for n in graph.nodes[graph.forward_stop :]:
@@ -83,7 +83,7 @@ class Analysis:
 
     @cached_property
     def returned(self) -> frozenset[Var]:
-        """What the step returns, or has copied to the host."""
+        """The values that the step returns, or copies to the host."""
         copied = {v for n in self.begun for v in _compat.variables(self.source[n].invars)}
         return frozenset(copied.union(_compat.variables(self.traced.jaxpr.jaxpr.outvars)))
 
@@ -94,12 +94,12 @@ class Analysis:
 
     @cached_property
     def hazards(self) -> Hazards:
-        """What the compiler would do early."""
+        """The work that the compiler would hoist."""
         return Hazards(self.graph, self.source, self.readers, self.value_of)
 
     @cached_property
     def place(self) -> Sequence[int]:
-        """For each equation the stage it runs in."""
+        """The stage of each equation."""
         graph, source = self.graph, self.source
         place = list(graph.stage_of)
         begins: dict[int, int] = {}  # loop -> its first stage, whose barrier stands before it
@@ -131,7 +131,7 @@ class Analysis:
 
     @cached_property
     def own(self) -> list[list[int]]:
-        """For each stage the equations of the backward pass that run in it."""
+        """The equations of the backward pass in each stage."""
         found: list[list[int]] = [[] for _ in self.graph.stages]
         for n in range(self.graph.forward_stop, len(self.graph.nodes)):
             found[self.place[n]].append(n)
@@ -165,13 +165,13 @@ class Analysis:
 
     @cached_property
     def cloned(self) -> list[list[int]]:
-        """For each stage the equations to clone: the schedule's, and the fused ones between them and its readers."""
+        """The equations to clone for each stage: the schedule's, and the fused ones between them and its readers."""
         passed: set[int] = set()
         return [self._cloned(k, passed) for k in range(len(self.graph.stages))]
 
     @cached_property
     def handed_on(self) -> list[frozenset[Var]]:
-        """For each stage what earlier ones have cloned and hand on to it."""
+        """The clones that earlier stages hand on to each stage."""
         held: set[Var] = set()
         found: list[frozenset[Var]] = []
         for k, nodes in enumerate(self.cloned):

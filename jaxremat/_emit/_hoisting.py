@@ -1,8 +1,9 @@
-"""Graph + equations -> what the compiler may do long before its place, if nothing holds it back.
+"""Graph + equations -> the work that the compiler hoists far ahead of its readers, unless a barrier prevents it.
 
 XLA:CPU fills arrays with zeros, broadcasts small operands and copies operands of contractions into other layouts as
-soon as it can. It makes a pointwise result again in kernels that read it, of operands that it keeps for that, and what
-is costly within kernels of both passes once, and keeps it. Elsewhere kernels do all that where it is needed.
+early as it can. It recomputes a pointwise result in kernels that read it, from operands that it keeps for that, but
+computes a costly one within kernels of both passes once, and keeps it. On other platforms, kernels do all of this where
+it is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ ZERO = _compat.literal(np.float32(0))
 
 
 class Hazards:
-    """What a compiler does early with a step.
+    """The work that a compiler hoists in a step.
 
     **Arguments:** `source` the equations of the graph's nodes; for each variable `readers` the nodes that read it, and
     `value_of` its value.
@@ -41,7 +42,7 @@ class Hazards:
         self.loads = self._loads()
         self.costly = self._costly()
 
-    @mechanism("what is made early", off=lambda *_: False)
+    @mechanism("hoisting", off=lambda *_: False)
     def early(self, n: int, var: jex.Var) -> bool:
         """Return whether the compiler may make something large of an operand long before the equation runs, or keep
         something to make it of.

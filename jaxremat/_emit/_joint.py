@@ -49,12 +49,12 @@ class Function:
 
     @property
     def inexact(self) -> tuple[bool, ...]:
-        """For each primal whether it has a cotangent."""
+        """Whether each primal has a cotangent."""
         return tuple(is_inexact(v.aval) for v in self.closed.jaxpr.invars)
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
-        """For each result whether it has a cotangent."""
+        """Whether each result has a cotangent."""
         return tuple(is_inexact(v.aval) for v in self.closed.jaxpr.outvars)
 
 

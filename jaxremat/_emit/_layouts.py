@@ -24,7 +24,7 @@ _OTHERWISE = frozenset(
 """Results of these have no axes that are their operands'."""
 
 
-@mechanism("images' axes in memory order", off=lambda *_: {})
+@mechanism("image layouts", off=lambda *_: {})
 def axes_in_memory(
     eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
 ) -> dict[int, tuple[int, ...]]:

@@ -34,8 +34,8 @@ UNPROVED = {
 """
 
 
-TOO_MANY = "loops within loops, of which too many differ"
-"""What takes too long to compare."""
+TOO_MANY = "too many different loops within loops"
+"""The reason for a comparison that takes too long."""
 
 
 class EmittedOtherwiseError(Exception):
@@ -72,7 +72,7 @@ def _compared(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
         return ()
     kinds = names(traced.form)
     if not kinds:
-        raise EmittedOtherwiseError(f"the emitted program is not seen to compute the step: {differs}")
+        raise EmittedOtherwiseError(f"the emitted program does not provably compute the step: {differs}")
     logger.info("not proved: %s (%s)", ", ".join(kinds), differs)
     return kinds
 

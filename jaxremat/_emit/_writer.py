@@ -56,7 +56,7 @@ SCOPES = {
     "masks": "barrier_mask",
     "pieces": "barrier_pieces",
 }
-"""What barriers beside equations are called in name stacks, by the rules that they are for."""
+"""The names of barriers in name stacks, by their rules."""
 
 
 class Writer:

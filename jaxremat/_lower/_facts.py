@@ -38,7 +38,7 @@ _MEASURED_SHARE = 1 / 1000
 
 @dataclass(frozen=True, eq=False)
 class BaselineFacts:
-    """What graphs of all variants of a step are made of.
+    """The facts from which the graphs of all variants of a step are built.
 
     **Fields:** `plain` the step as it is, or in the first form that compiles; `module` what its tagged program was
     compiled to; `base_nbytes` and `temporaries_nbytes` of that; `program` to compile parts of the step as, to be read;
@@ -62,12 +62,12 @@ class BaselineFacts:
 
     @property
     def backend(self) -> Backend:
-        """What the device's compiler does."""
+        """The properties of the device's compiler."""
         return backend(self.device.platform)
 
     @property
     def by_kernels(self) -> bool:
-        """Whether the compiled kernels say what a step takes."""
+        """Whether the compiled kernels determine a step's time."""
         return self.backend.fuses_reductions and self.profile == "roofline"
 
     @cached_property

@@ -55,7 +55,7 @@ class Iteration:
 
     @cached_property
     def key(self) -> str:
-        """What iterations that compile to the same program have in common: a long text, slowly written."""
+        """A key that iterations share if they compile to the same program: a long text, slow to write."""
         return str(self.closed.jaxpr)
 
     def compiled(

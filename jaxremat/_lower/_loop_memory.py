@@ -1,4 +1,4 @@
-"""Nodes of loops inlined -> what is in memory because of the loops, whatever XLA's fusion does."""
+"""Nodes of inlined loops -> the memory that the loops themselves need, whatever XLA fuses."""
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -62,7 +62,7 @@ def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
     return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
 
 
-@mechanism("what waits in loops", off=lambda _, nodes, *__: list(nodes))
+@mechanism("loop scratch memory", off=lambda _, nodes, *__: list(nodes))
 def with_waiting(
     eqns: Sequence[jex.JaxprEqn],
     nodes: Sequence[Node],

@@ -1,7 +1,7 @@
 """A step in plain numbers: its graph, and the memory and the time of a schedule.
 
-In: sizes, seconds, who reads whom. Out: stages, schedules, profiles. Law: no JAX here; `simulate` is the one
-definition of memory and time, which every solver's answer is held against.
+In: sizes, seconds, readers of values. Out: stages, schedules, profiles. Law: no JAX here; `simulate` is the only
+definition of memory and time, by which every solver is judged.
 
 Reading order: `_graph`, `_stages` (where the backward pass may stop and recompute), `_schedule`, `_simulate` (on a
 `_tape`), `_timeline`; then what the graph derives: `_later_passes` (of steps that differentiate several times),

@@ -1,4 +1,4 @@
-"""What devices can do: their memory and arithmetic for the model of time, their build for the compiler.
+"""Devices: memory and arithmetic for the model of time, hardware details for the compiler.
 
 Sources: NVIDIA's datasheets, architecture white papers and tuning guides of each part (rates without sparsity; f64 on
 tensor cores where there are any; the host link is the PCIe generation's x16 rate, links between GPUs are NVLink's
@@ -26,7 +26,7 @@ Measured on an H200 (`examples/benchmarks/results/attention`): with 2-byte numbe
 """
 
 _THREADS_SECONDS = 1.3e-4
-"""What eight devices of one CPU process take to gather or add up 32 bytes each: measured on 2 cores, with jax 0.10."""
+"""Time for eight devices of one CPU process to gather or sum 32 bytes each: measured on 2 cores, with jax 0.10."""
 
 _RING_SECONDS, _NVLINK_STEP_SECONDS, _PCIE_STEP_SECONDS, _RING_STEPS = 8.4e-6, 3.4e-6, 5.7e-6, 7
 """Latencies by NCCL's own model of time (`src/graph/tuning.cc`: a ring, protocol Simple): of a collective, and of each

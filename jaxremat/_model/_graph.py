@@ -30,7 +30,7 @@ from ._variant import PLAIN, Variant
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A compiler's habits.
+    """Properties of a compiler that the model depends on.
 
     **Fields:**
 
@@ -203,11 +203,11 @@ class Graph:
         return next((loop for loop in self.loops_of(node) if loop in before), -1)
 
     def loops_of(self, node: int) -> tuple[int, ...]:
-        """Return the loops in whose bodies a node stands, the innermost first."""
+        """Return the loops whose bodies contain a node, the innermost first."""
         return self.within(self.nodes[node].loop)
 
     def within(self, loop: int) -> tuple[int, ...]:
-        """Return a loop and those around it, the innermost first; none for -1."""
+        """Return a loop and the loops around it, the innermost first; none for -1."""
         found = []
         while loop >= 0:
             found.append(loop)
@@ -216,13 +216,13 @@ class Graph:
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
-        """The forward loops of pairs that stand outside of other loops."""
+        """The forward loops of pairs outside of other loops."""
         loops = Counter(self.groups)
         return tuple(loop for loop, count in loops.items() if count > 1 and self.parents[loop] < 0)
 
     @cached_property
     def total_trips(self) -> tuple[int, ...]:
-        """For each loop how often its body runs in one step: its own iterations times those of all loops around it."""
+        """How often each loop's body runs in one step: its iterations times those of all loops around it."""
         found: list[int] = []
         for length, parent in zip(self.loop_lengths, self.parents, strict=True):
             found.append(length * (found[parent] if parent >= 0 else 1))
@@ -230,12 +230,12 @@ class Graph:
 
     @property
     def backend(self) -> Backend:
-        """The habits of the platform's compiler."""
+        """The properties of the platform's compiler."""
         return backend(self.platform)
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
-        """For each node its stage, -1 in the forward pass."""
+        """The stage of each node, -1 in the forward pass."""
         stage_of = [-1] * len(self.nodes)
         for k, stage in enumerate(self.stages):
             stage_of[stage.start : stage.stop] = [k] * (stage.stop - stage.start)
@@ -243,7 +243,7 @@ class Graph:
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the materialised values that a kernel reading it reads; itself if materialised.
+        """The materialised values that a kernel reads to read each value; the value itself if materialised.
 
         Arguments and constants are always there and count as no source.
         """
@@ -270,7 +270,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the nodes that read it, by any name, in order."""
+        """The nodes that read each value, by any name, in order."""
         readers: list[list[int]] = [[] for _ in self.values]
         for node in self.nodes:
             for v in node.inputs:
@@ -279,7 +279,7 @@ class Graph:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
+        """The materialised values that each node's kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
 
@@ -291,7 +291,7 @@ class Graph:
 
     @cached_property
     def forward_tape(self) -> _tape.Tape:
-        """The simulated beginning that all schedules share."""
+        """The simulated forward pass that all schedules share."""
         return _tape.forward_tape(self)
 
     @cached_property
@@ -301,12 +301,12 @@ class Graph:
 
     @cached_property
     def loop_stop(self) -> dict[int, int]:
-        """For each loop the id of the node behind its last."""
+        """The id after each loop's last node."""
         return {n.loop: n.id + 1 for n in self.nodes if n.loop >= 0}
 
     @cached_property
     def kernel(self) -> tuple[bool, ...]:
-        """For each node whether it writes memory or is heavy, so that it runs as (the root of) a kernel."""
+        """Whether each node writes memory or is heavy, so that it runs as (the root of) a kernel."""
         return tuple(
             n.fusion_root or not n.outputs or any(self.values[v].materialised for v in n.outputs)
             for n in self.nodes
@@ -329,19 +329,19 @@ class Graph:
 
     @cached_property
     def pinned(self) -> dict[str, frozenset[int]]:
-        """For each action of a pin the values, or nodes, that are pinned to it; `"save"` includes `"offload"`."""
+        """The values, or nodes, that are pinned to each action; `"save"` includes `"offload"`."""
         actions = ("save", "recompute", "offload", "stage")
         found = {action: frozenset(p.at for p in self.pins if p.action == action) for action in actions}
         return found | {"save": found["save"] | found["offload"]}
 
     @cached_property
     def in_place(self) -> frozenset[int]:
-        """The nodes of the backward pass whose result takes over the memory of an operand that dies there."""
+        """The nodes of the backward pass whose result overwrites an operand at its last use."""
         return in_place(self)
 
     @cached_property
     def last_reader(self) -> dict[int, int]:
-        """The last node that reads each value under any schedule: a forward node may be run again for what reads its
+        """The last node that reads each value under any schedule: a forward node may run again for readers of its
         results.
         """
         last: dict[int, int] = {}
@@ -358,7 +358,7 @@ class Graph:
 
     @cached_property
     def lingering(self) -> dict[int, int]:
-        """The finished values that deferred nodes read, each with the last stage of whose barrier one waits."""
+        """The finished values that deferred nodes read, each with the last stage whose barrier releases such a node."""
         lingering: dict[int, int] = {}
         for stage in self.stages:
             finished = set(stage.finished)
@@ -368,7 +368,7 @@ class Graph:
         return lingering
 
     def holdable(self, value: int, stage: int) -> bool:
-        """Return whether the stage before can recompute the value and hand it on into the stage: not in or out of
+        """Return whether the stage before can recompute the value and hand it on into the stage: never in or out of
         a loop.
         """
         if stage <= self.stage_of[self.values[value].producer] + 1:
@@ -418,9 +418,7 @@ class Graph:
         return self._needs[stage]
 
     def is_small(self, value: int) -> bool:
-        """Return whether the value is too small to decide about. In loops none is, where the compiler runs a kernel for
-        each stack, however small.
-        """
+        """Return whether the value is saved because it is small: never in loops, if each stack has its own kernel."""
         small = self.values[value].saved_nbytes <= self.small_nbytes
         return small and not (self.values[value].length and self.backend.fuses_reductions)
 
@@ -439,7 +437,7 @@ class Graph:
         return sum(self.values[v].nbytes for v in self.nodes[n].inputs if self.values[v].producer >= 0)
 
     def kernels(self) -> Iterator[Node]:
-        """Return the nodes that run as kernels of their own, in execution order."""
+        """Return the nodes that run as separate kernels, in execution order."""
         return (n for n in self.nodes if self.kernel[n.id])
 
 
@@ -470,7 +468,7 @@ def _begun(graph: Any) -> frozenset[int]:
     )
 
 
-@mechanism("operands' memory taken over", off=lambda _: frozenset())
+@mechanism("in-place results", off=lambda _: frozenset())
 def in_place(graph: Any) -> frozenset[int]:
     """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
 

@@ -1,20 +1,20 @@
-"""Graph -> which values may be in host memory between their readers, when they leave and when they come back.
+"""Graph -> which values may be offloaded, when their copies to the host end, and when their copies back begin.
 
-A value leaves the device's memory when its copy is there: an *exit* waits for that, a product of the forward pass or
-the beginning of a stage. Copies leave one after the other as they are made. The way back begins before a stage, early
-enough for the stage that reads the value first, and for few to be under way at once; copies come back one after the
-other, and a stage waits for those that are late.
+A value leaves the device's memory when its copy to the host is complete: an *exit* waits for that, which is a product
+of the forward pass or the beginning of a stage. Copies run one at a time. The copy back begins before a stage, early
+enough for the first stage that reads the value, and so that few copies are under way at once; a stage waits for late
+copies.
 
-What an iteration of a forward loop makes for the backward loop of its pair leaves as it is made, and has left when the
-iteration ends. Of what has left a slice comes back one iteration ahead of the one that reads it; the first slices come
-back beside what is between the loops. What else is in a loop stays.
+A slice that an iteration of a forward loop makes for its backward loop is copied as it is made, and has left when the
+iteration ends. It is copied back one iteration before the one that reads it; the first slices are copied back between
+the loops. Other values of loops stay on the device.
 
-The compiler begins any copy so long before it has to be over as it takes copies to last. Kernels wait for what longer
-ones take besides, so that values of which copies take longer stay.
+The compiler begins every copy a fixed time before its end is due. Kernels would wait for longer copies, so values whose
+copies take longer stay on the device.
 
-Law: copies are placed by the clock of a step that recomputes nothing. One that does has more time for each, so that a
-copy is over at its exit whatever else is decided, and only copies back are ever waited for. The copies of an iteration
-run beside its kernels, one after the other; where they take longer, the loop waits.
+Law: copies are placed by the clock of a step that recomputes nothing. A step that recomputes has more time for each, so
+a copy to the host always ends by its exit, and only copies back cause waiting. The copies of an iteration run in
+parallel with its kernels, one at a time; if they take longer, the loop waits.
 """
 
 import math
@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 from ._primitive_names import FETCH, LOOP_SLICES
 
 AT_ONCE = 2
-"""So many copies are under way at once: of more the compiler has the kernels wait for the first, wherever that is then.
-A loop therefore has at most so many stacks in host memory."""
+"""Copies under way at once: with more, the compiler makes kernels wait for the first. So a loop has at most this many
+stacks in host memory."""
 
 SLICES = 2
-"""So many slices of a stack are here while the backward loop runs: the one that is read, and the next on its way."""
+"""Slices of a stack on the device while the backward loop runs: the one that is read, and the next one."""
 
 
 class Pair(NamedTuple):
@@ -153,13 +153,13 @@ class Stacks:
 
 
 LEAST_NBYTES = 1 << 20
-"""Smaller values stay: a copy of so much takes about as long as it takes to begin one."""
+"""Smaller values stay on the device: copying this much takes about as long as starting a copy."""
 
 LEAD = 1.5
-"""The way back begins so many times as early as the copy takes alone."""
+"""A copy back begins this multiple of its own duration before it is needed."""
 
 REST = 1.1
-"""An exit is so many times as late behind the begin of a copy as that takes: nobody should wait there."""
+"""An exit comes this multiple of a copy's duration after its begin, so that it need not wait."""
 
 
 class HostMemory(NamedTuple):

@@ -1,9 +1,8 @@
 """Graph -> the forward passes behind the first, of steps that differentiate several times one after the other.
 
-Such a pass begins when the backward pass before it is done: a perturbed or updated network's (sharpness-aware
-minimisation, the generator behind the discriminator's update, the actor behind the critic's), or the next microbatch's.
-What it makes is of the forward pass like any other, but is made in the stage that it runs in, and may be recomputed in
-later stages.
+Such a pass begins after the previous backward pass: of a perturbed or updated network (sharpness-aware minimisation,
+the generator after the discriminator's update, the actor after the critic's), or of the next microbatch. Its values
+belong to the forward pass, but are computed in the stage in which they run, and may be recomputed in later stages.
 
 Law: a step that differentiates once has none.
 """
@@ -23,7 +22,7 @@ class LaterPass(NamedTuple):
     stop: int
 
 
-@mechanism("every backward pass for itself", off=lambda _: ())
+@mechanism("separate backward passes", off=lambda _: ())
 def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
     """Return the forward passes that contractions of a backward pass precede, and another backward pass reads."""
     nodes = graph.nodes

@@ -61,7 +61,7 @@ def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
             near = _near(graph, text, forward)
             raise HintError(
                 f"`pins={{{text!r}: {action!r}}}` matches nothing in the {'forward' if forward else 'backward'} pass. "
-                + (f"Similar names are: {', '.join(near)}." if near else "The step has no such names at all.")
+                + (f"Similar names are: {', '.join(near)}." if near else "The step has no similar names.")
             )
         if not forward:
             begins: dict[str, int] = {}
@@ -98,7 +98,7 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
         other = wanted.setdefault((stage, pin.at), pin)
         if other.action != pin.action:
             raise HintError(
-                f"{other.origin} and {pin.origin} contradict each other: both apply to {_what(graph, pin.at)}. "
+                f"{other.origin} contradicts {pin.origin}: both apply to {_what(graph, pin.at)}. "
                 "Remove one of them."
             )
     chosen = [pin for (stage, _), pin in wanted.items() if not stage]
@@ -116,9 +116,9 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
         node = graph.nodes[graph.values[pin.at].producer]
         if pin.action == "recompute" and not node.repeatable:
             raise HintError(
-                f"{pin.origin} cannot be honoured: `{node.primitive}` may run only once (it has an effect, is a "
-                "collective, makes a decision, or connects a loop to the rest of the step), so its result can "
-                "only be saved. Remove it."
+                f"{pin.origin} cannot be honoured: `{node.primitive}` may run only once, because it has an effect, is "
+                "a collective, makes a decision, or connects a loop to the rest of the step. Its result is always "
+                "saved. Remove it."
             )
     return found
 
@@ -148,9 +148,9 @@ def _why_here(graph: Graph, v: int) -> str:
     if value.is_output:
         return "the step returns it"
     if value.nbytes < LEAST_NBYTES:
-        return f"it has less than {format_nbytes(LEAST_NBYTES)}"
+        return f"it is smaller than {format_nbytes(LEAST_NBYTES)}"
     if value.length:
-        return f"a loop offloads at most {AT_ONCE} arrays, and a loop of {SLICES} iterations none"
+        return f"a loop offloads at most {AT_ONCE} arrays, and none if it has {SLICES} iterations"
     if graph.away.copy_seconds(v) > ahead:
         return f"a copy takes longer than the {1e3 * ahead:g} ms by which the compiler starts it early"
     return "there is no time for its copies between its readers, or no room in host memory"

@@ -73,8 +73,8 @@ def close_over_dependencies(
     - `saved`: ids of residuals; ids of other values and of pinned ones are ignored.
     - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
       that are not `Graph.holdable` are ignored.
-    - `offloaded`: of the saved values those that are kept in host memory between their readers, and those that are
-      pinned to it, as far as they can be (see `Graph.away`).
+    - `offloaded`: saved values to keep in host memory between their readers, besides those that are pinned to it; those
+      that cannot be (see `Graph.away`) stay on the device.
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
@@ -124,11 +124,11 @@ def _check_pins(graph: Graph, schedule: Schedule) -> None:
     for pin in graph.pins:
         if pin.action == "stage":
             if pin.at not in cuts and not graph.backend.fuses_reductions:
-                raise SolverError(f"No stage begins at node {pin.at}, where {pin.origin} wants one.")
+                raise SolverError(f"No stage begins at node {pin.at}, but {pin.origin} asks for one.")
         elif (pin.at in schedule.saved) == (pin.action == "recompute") and pin.at in residuals:
             done = "saves" if pin.action == "recompute" else "does not save"
             raise SolverError(
-                f"A schedule {done} value {pin.at}, against {pin.origin}. "
+                f"A schedule {done} value {pin.at}, which contradicts {pin.origin}. "
                 "`close_over_dependencies(graph, saved)` honours all pins; `graph.pins` lists them."
             )
 
@@ -148,7 +148,7 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
     """
     if len(schedule.recomputed) != len(graph.stages):
         raise SolverError(
-            f"A schedule has {len(schedule.recomputed)} stages and the graph {len(graph.stages)}. "
+            f"A schedule has {len(schedule.recomputed)} stages, but the graph has {len(graph.stages)}. "
             "Return `close_over_dependencies(graph, saved)`, or one tuple of nodes per stage."
         )
     _check_ids("value", {*schedule.saved, *(v for v, _ in schedule.kept)}, len(graph.values))
@@ -207,8 +207,7 @@ def _check_copies(graph: Graph, schedule: Schedule) -> None:
             there = there and copy.left < graph.forward_stop
         if not there:
             raise SolverError(
-                f"A schedule has value {copy.value} in host memory from node {copy.gone} to stage {copy.begun}, but it "
-                "is not saved, not made by then, or read before. "
-                "`close_over_dependencies(graph, saved, kept, offloaded)` finds out "
-                "when values can be there."
+                f"A schedule keeps value {copy.value} in host memory from node {copy.gone} to stage {copy.begun}, but "
+                "the value is not saved, not yet computed, or read in between. "
+                "`close_over_dependencies(graph, saved, kept, offloaded)` chooses valid times."
             )

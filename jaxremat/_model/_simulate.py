@@ -1,4 +1,4 @@
-"""Graph + schedule -> profile: the one definition of memory and time that every solver is judged by.
+"""Graph + schedule -> profile: the definition of memory and time by which every solver is judged.
 
 The schedule is played event by event: the forward kernels, then for each stage its recomputed kernels in forward
 order and its own kernels. A materialised value occupies its bytes from the kernel that makes it through the last
@@ -6,10 +6,10 @@ kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so i
 on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its barrier. Outputs of
 the step are part of the base.
 
-A saved value that is in host memory meanwhile (see `_host_copies`) is not there from its exit to the stage before which
-its way back begins; of a stack two slices are there then.
+An offloaded value (see `_host_copies`) takes no device memory from the end of its copy to the host to the stage before
+which its copy back begins; two slices of an offloaded stack do.
 
-Where a graph says that memory does not count in the forward pass, nothing is there until its end.
+If `Graph.counts_forward` is false, memory counts from the end of the forward pass on.
 
 The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
 its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
@@ -101,9 +101,7 @@ def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
-    """Play the schedule, and return its peak and time; see the module's docstring for the law. The last few answers are
-    kept, because solvers compare the same few schedules repeatedly.
-    """
+    """Simulate the schedule, and return its peak and time. The last few results are cached."""
     known: dict[Any, Profile] = graph.played
     profile = known.pop(schedule, None) or _simulated(graph, schedule)
     known[schedule] = profile

@@ -1,7 +1,7 @@
 """Estimates of what each rule may do to a step -> the variants of the step that are worth planning.
 
-Invariant: the estimate of a variant is the sum of those of its choices. The search knows no rule but that of loops,
-which it may split as it likes.
+Invariant: the estimate of a variant is the sum of its choices' estimates. The only rule that the search knows is that
+of loops, whose levels it chooses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,12 @@ from ._loop_levels import Loops
 from ._variant import INSIDE, PLAIN, Choice, Estimate, Variant
 
 EXACT = ("attention", "microbatches", "rows")
-"""What users may allow of exact forms: attention without its matrix of scores, all of the step for a part of the batch
-after the others, and some of its rows so.
+"""The exact transformations, the default of `allow`: they draw the same random numbers, and change only the order of
+sums.
 """
 
 REVERSIBLE = "reversible"
-"""What they may allow besides: blocks undone on the way back, whose values are those of the forward pass but for
-rounding.
-"""
+"""Blocks undone in the backward pass, whose values equal the forward pass's up to rounding; off by default."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Sites:
 
 
 NOTHING = Sites(INSIDE, {})
-"""No site in what is in chunks."""
+"""No site inside chunks."""
 
 
 @dataclass(frozen=True)

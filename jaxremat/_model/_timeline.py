@@ -26,7 +26,7 @@ MOMENTS = 240
 """A timeline has at most so many: about one per four pixels of a page."""
 
 NAMED = 6
-"""Of what is alive, the largest are named at each moment."""
+"""The number of live values that are named at each moment, largest first."""
 
 Kind = Literal["forward", "recomputed", "backward"]
 

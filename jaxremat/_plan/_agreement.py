@@ -157,12 +157,12 @@ _DIFFERENCES: dict[str, Callable[[Any, Any], str]] = {
     "plan": lambda theirs, own: (
         "follows another plan"
         if theirs and own
-        else "has `plan=...` where the others have a budget, or the reverse"
+        else "has `plan=...` where the others have a budget, or vice versa"
     ),
     "budget": lambda theirs, own: f"asks for the budget {theirs}, here {own}",
     "options": lambda theirs, own: f"plans with other options ({theirs}, here {own})",
 }
-"""What must be alike, and how it is said that it is not."""
+"""Fields that must be equal in all processes, and the message for each that is not."""
 
 
 def _compare(process: int, theirs: dict[str, object], own: dict[str, object]) -> None:
@@ -170,7 +170,7 @@ def _compare(process: int, theirs: dict[str, object], own: dict[str, object]) ->
     for name, say in _DIFFERENCES.items():
         if theirs[name] != own[name]:
             raise ProcessError(
-                f"Process {process} {say(theirs[name], own[name])}. All processes of a job must call the same step "
+                f"Process {process} {say(theirs[name], own[name])}. All processes of a job must call the same steps "
                 "in the same order; compare their code, their arguments' shapes and their options.",
                 process=process,
             )

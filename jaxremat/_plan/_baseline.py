@@ -1,8 +1,8 @@
-"""Problem -> `Baseline`: what the compiler says of the step before anything is planned, and the graphs of its variants.
+"""Problem -> `Baseline`: the compiler's figures of the plain step, and the graphs of its variants.
 
-Invariants: which programs a baseline's figures are of is decided when it is measured; they do not depend on what was
-asked of it before. The time of every graph is counted from that of the plain step. Where the compiler does not compile
-that, its figures are those of the graph by rules, and what the compiler says is said of the first form that compiles.
+Invariants: the programs behind a baseline's figures are chosen when it is measured, and do not depend on earlier
+queries. The time of every graph is relative to the plain step's. If the compiler does not compile the plain step, its
+figures are those of the estimated graph, and the compiler's facts are about the first form that compiles.
 """
 
 import logging
@@ -36,8 +36,8 @@ from ._rules import PlainStep, variants
 logger = logging.getLogger("jaxremat")
 
 NEGLIGIBLE = 0.001
-"""Of a step that is not compiled as it is written a variant that saves less than another is not made where it saves no
-more than this share of the step's time besides: the step is far too large, and each graph takes several compilations.
+"""If the plain step does not compile, a variant that saves less memory than another is built only if it saves more than
+this share of the step's time: the step is far too large, and each graph takes several compilations.
 """
 
 
@@ -51,12 +51,12 @@ class Graphs(ABC):
 
     @cached_property
     def plain(self) -> Graph:
-        """The graph of the step as it is written."""
+        """The graph of the plain step."""
         return self._plain()
 
     @abstractmethod
     def _plain(self) -> Graph:
-        """Make the graph of the step as it is written."""
+        """Build the graph of the plain step."""
 
     @abstractmethod
     def _built(self, traced: Traced, estimated: float) -> Graph:
@@ -210,7 +210,7 @@ class MeasuredGraphs(Graphs):
 
     @property
     def _tagged_more(self) -> float:
-        """What the tagged step takes longer than the plain one."""
+        """The extra seconds of the tagged step over the plain one."""
         return self.baseline.tagged.seconds - self.baseline.seconds
 
     def _around_attention(self, form: Variant) -> float:
@@ -310,7 +310,7 @@ class Baseline:
         """The compiled step of `tagged_form`. **Raises:** ValueError where there is none."""
         if self.tagged_form is None:
             raise ValueError(
-                "No form of the step compiles as it is: ask for `graphs`, which are estimated then."
+                "No form of the step compiles as written: use `graphs`, which are then estimated."
             )
         return self.tagged_form[1]
 
@@ -330,7 +330,7 @@ class Baseline:
 
     @property
     def refused(self) -> CompilationError | None:
-        """Why the step as it is written is not compiled, None where it is."""
+        """Why the plain step is not compiled, None if it is."""
         return None if self.measured else self.problem.defects.uncompiled[self.problem.traced.form]
 
     @property
@@ -347,12 +347,12 @@ class Baseline:
 
     @property
     def written_nbytes(self) -> int | None:
-        """The same where the step as it is written may be what runs, None else."""
+        """The same if the plain step may be what runs, else None."""
         return None if self.measured is None or self.problem.must_plan else self.peak_nbytes
 
     @property
     def base_nbytes(self) -> int:
-        """What is there all the time."""
+        """The bytes in use all the time."""
         return self.tagged.memory.base_nbytes if self.tagged_form else self.problem.estimated.base_nbytes
 
     @property

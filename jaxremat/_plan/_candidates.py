@@ -1,8 +1,8 @@
 """Variants of a step -> the `Candidate`s that compete: each is a graph of a variant, cut into stages.
 
-A deeper variant is made when no other promises to fit for less than running the forward passes that it repeats. Where
-it is known which values a variant has in parts, a sketch (the plain graph with these values small) says first whether
-it is worth a graph of its own.
+A deeper variant is built when no other promises to fit for less than the forward passes that it repeats. If it is known
+which values a variant has in parts, a sketch (the plain graph with these values small) first estimates whether it is
+worth a graph.
 """
 
 from collections.abc import Sequence
@@ -26,23 +26,23 @@ CHEAP = 0.002
 training is 86 s, about what another compilation of a large step takes."""
 
 EXACTLY, INEXACTLY, HOST = range(3)
-"""The turns in which variants are looked at, so that what may round, or needs a host, makes nothing worse."""
+"""The order in which variants are tried, so that rounding or host memory never makes a plan worse."""
 
 LEAST_SLACK = 0.02
-"""About the least memory is what is within this share of the plain step's temporaries: the least itself may cost
-several times the step."""
+"""Schedules within this share (of the plain step's temporaries) of the least memory count as least: the least itself
+may cost several times the step."""
 
 LARGE_SLACK = 0.25
-"""Unless that is more than such a share of what a variant that was made needs without looking for a schedule: then it
-is within `LEAST_SLACK` of that."""
+"""If that exceeds this share of what a built variant needs without any schedule, `LEAST_SLACK` is relative to the
+latter."""
 
 SKETCHED = 4
-"""A minimum cut within a budget recomputes up to so many times what the integer program does: 0.18 of the step where
-that finds 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4 chunks."""
+"""A minimum cut within a budget recomputes up to this multiple of the integer program's time: 0.18 of the step instead
+of 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4 chunks."""
 
 SKETCH_SLACK = 0.1
-"""A sketch may need so much more than the variant, as a share of the plain step's temporaries: with its loss in 2
-chunks that GPT fits a fifth of them, and its sketch needs 5 % more."""
+"""A sketch may exceed the variant by this share of the plain step's temporaries: with its loss in 2 chunks, that GPT
+fits a fifth of them, and its sketch needs 5 % more."""
 
 
 class Space(Protocol):

@@ -37,7 +37,7 @@ MOST_EQUATIONS = 20_000
 """A program of more is not written out: that takes minutes."""
 
 _PASSED_ON = (JaxrematError, Warning, MemoryError)
-"""What is meant for the user."""
+"""Errors that are meant for the user."""
 
 _ADVICE = {
     "refused": "use a smaller batch, or shorter sequences",
@@ -45,7 +45,7 @@ _ADVICE = {
     "time": "use a larger planning_seconds",
     "lost": "try again",
 }
-"""What to do where nothing is compiled, by the reasons of `CompilationError`."""
+"""Advice if no form compiles, by the reasons of `CompilationError`."""
 
 _reported: set[Path] = set()
 
@@ -94,7 +94,7 @@ class Defects:
     def note(self, form: Variant, error: CompilationError) -> None:
         """Note that the compiler does not compile a form."""
         if form not in self.uncompiled:
-            logger.warning("not compiled, so that another form is tried: %s: %s", form, error.why)
+            logger.warning("not compiled, so another form is tried: %s: %s", form, error.why)
         self.uncompiled[form] = error
 
     def no_form(self, step: str) -> CompilationError:
@@ -129,8 +129,8 @@ class Defects:
         trim(path.parent, MOST_NBYTES)
         said = (str(error).strip().splitlines() or [""])[0]
         logger.error(
-            "a defect in jaxremat: %s failed (%s: %s); another form of the step is tried. Please report it "
-            "with the file %s, which holds the step's equations and none of its numbers.",
+            "a defect in jaxremat: %s failed (%s: %s), so another form of the step is tried. Please report it "
+            "with the file %s, which holds the step's equations but no data.",
             what, type(error).__name__, said[:200], path,
         )  # fmt: skip
 

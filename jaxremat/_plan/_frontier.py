@@ -87,13 +87,13 @@ class Frontier(Written):
 
     **Fields:**
 
-    - `points` by falling budget, from the plain step to the least memory.
-    - `policies` rules by hand, with the same stages and barriers.
-    - `bounds` pairs (price, share): in the solver's model no plan of the points' variants that recomputes for every
-      stage afresh has an overhead below share - price x predicted peak in bytes.
-    - `judged` which overhead chose the plans: `"compiled"` where the compiler makes one kernel of much, as on GPUs,
-      else `"predicted"`.
-    - `device` its name; `fingerprint` of the program.
+    - `points`: by falling budget, from the plain step to the least memory.
+    - `policies`: hand-written rules, with the same stages and barriers.
+    - `bounds`: pairs (price, share): in the solver's model, no plan of the points' variants that recomputes each stage
+      independently has an overhead below share - price x predicted peak in bytes.
+    - `judged`: which overhead chose the plans: `"compiled"` where the compiler fuses much, as on GPUs, else
+      `"predicted"`.
+    - `device`: its name; `fingerprint`: the program's.
     """
 
     FORMAT: ClassVar = ("frontier_format", 2)

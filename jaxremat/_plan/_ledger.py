@@ -26,20 +26,20 @@ from .._solver._interface import Staged
 COMPILATIONS = 2
 MORE_COMPILATIONS = 6
 EQUATIONS = 6000
-"""A search compiles 2 plans, and one more for each time that its step goes into 6,000 equations, but at most 8: a
-thousand equations take XLA 2 to 5 s, so that all take three compilations of the plain step and 15 s, or less."""
+"""A search compiles 2 plans, and 6,000 divided by its step's number of equations more, but at most 8: a thousand
+equations take XLA 2 to 5 s, so all compilations take at most three of the plain step plus 15 s."""
 
 WHILE_NOTHING_FITS = 2
-"""So many times as many while no plan fits."""
+"""Multiple of that number while no plan fits."""
 
 SOLVES = 10
 """For each of these compilations: two for each form of the step that a round compares."""
 
 FIRST_SOLVES, FIRST_SHARE, LATER_SHARE = 12, 1 / 3, 1 / 10
-"""The first solves get this share of the time limit, the others that: with many forms each is worth less."""
+"""The first solves get the first share of the time limit, later ones the second: with many forms each is worth less."""
 
 LEAST_SOLVE_SECONDS = 1.0
-"""What a solve gets when the user's time is up."""
+"""Time limit of a solve after the user's deadline."""
 
 
 @dataclass
@@ -124,8 +124,7 @@ UNPROVEN = 0.1
 """and so is one that uses it, where the solver was left as far, as a share of the step, from its own bound."""
 
 DOUBT = 0.05
-"""Where the model's seconds count, extra ones of the compiled kernels are believed as far as they are over this share
-of a step."""
+"""If the model's seconds decide, extra seconds of the compiled kernels count only above this share of a step."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class CompiledCandidate:
 
     @property
     def beyond_nbytes(self) -> int:
-        """What the compiled peak is above the predicted one."""
+        """The difference of the compiled peak and the predicted one."""
         return self.peak_nbytes - self.profile.peak_nbytes
 
     def fills(self, budget: int) -> bool:
@@ -173,7 +172,7 @@ class CompiledCandidate:
 
     @property
     def round(self) -> Round:
-        """What a plan tells of it."""
+        """The `Round` of a plan for it."""
         overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
         return Round(
             predicted_peak_nbytes=self.profile.peak_nbytes,
@@ -209,7 +208,7 @@ class Compiler(Protocol):
 
 @dataclass
 class Ledger:
-    """What a search has solved and compiled.
+    """The record of a search's solves and compilations.
 
     **Fields:** the user's `solver` and its `time_limit` for each solve; the `effort` that the search takes; the
     `compiler`, None where nothing is to be compiled; `compiled` candidates in order; `seconds` spent in solvers; the

@@ -1,13 +1,13 @@
-"""Plan of nearly the same step -> a plan of this one, certified as any other, or None where planning afresh is better.
+"""Plan of nearly the same step -> a plan of this one, certified as any other, or None where a new search is better.
 
-Nearly the same is a step with the same equations but for shapes: another batch size, another length of sequences, the
-last batch of an epoch. Its plan says in which form the step runs, where stages begin, which values XLA writes to memory
-and which are worth saving, so that neither the plain step nor candidates need to be compiled. What shapes decide may
-differ: chunks that do not divide the rows take further equations, and the order of equations follows sizes. So
-equations of the two are matched by what they are (`Outline`).
+Nearly the same is a step with equal equations except for shapes: another batch size, another sequence length, the last
+batch of an epoch. Its plan says in which form the step runs, where stages begin, which values XLA writes to memory and
+which are worth saving, so neither the plain step nor candidates need to be compiled. Shapes may change the equations:
+chunks that do not divide the rows add some, and their order follows sizes. So equations of the two are matched by
+content (`Outline`).
 
-Invariant: at most one solve and two compilations; what is returned was compiled for this step and is within its budget.
-Where another schedule than the neighbour's takes longer by the model, no other form promises to take a good deal less.
+Invariant: at most one solve and two compilations; a returned plan was compiled for this step and is within its budget.
+If its schedule takes longer than the neighbour's by the model, no other form promises to take much less.
 """
 
 import logging
@@ -43,33 +43,33 @@ from ._step_compiler import StepCompiler
 logger = logging.getLogger("jaxremat")
 
 MORE = 0.02
-"""What another schedule than the neighbour's may take longer, as a share of the step's time, before other forms are
-looked at: a search gains little more."""
+"""A schedule may take this share of the step's time longer than the neighbour's before other forms are tried: a search
+gains little more."""
 
 FITS_ANYWAY = 0.5
-"""Up to this share of the budget a step that rules say to need so much fits as it is written, which costs nothing."""
+"""A step whose estimate is at most this share of the budget fits as written, which costs nothing."""
 
 UNUSED = 0.1
-"""Where the neighbour's schedule recomputes and would leave this share of the room for temporaries unused, another one
-is solved for."""
+"""If the neighbour's schedule recomputes and leaves this share of the room for temporaries unused, a new one is
+solved."""
 
 SAFETY = 0.01
-"""What is solved for leaves this share of the room for temporaries: as much again as the model errs by between two
-batches as a rule. One compilation, and not two, is worth it."""
+"""Share of the room for temporaries that a solve leaves free, twice the model's usual error between two batches: this
+saves a second compilation."""
 
 PROMISED = 0.5
-"""Another form is looked for where it promises to cost less than this share: a minimum cut of a sketch errs by that."""
+"""Another form is tried if it promises to cost less than this share: a minimum cut of a sketch errs by that."""
 
 MORE_CHUNKS = 2
-"""Numbers of chunks of rows beyond the neighbour's that are looked at where its own do not fit: each takes a graph."""
+"""Numbers of chunks beyond the neighbour's that are tried if its own do not fit: each takes a graph."""
 
 UNSURE = 0.05
-"""Where nothing else is known, the neighbour's schedule is compiled that misses by so much of them, by the model."""
+"""If nothing else is known, a neighbour's schedule that misses by this share of the room is compiled too."""
 
 COMPILATIONS = 2
 
 MATCHED = 0.9
-"""A plan says nothing of a form of which fewer equations are those of the neighbour's."""
+"""Share of a form's equations that must match the neighbour's for its plan to apply."""
 
 
 def plan_nearby(problem: Problem, request: Request) -> Planned | None:
@@ -185,7 +185,7 @@ class _Neighbour:
         base = like.memory.base_nbytes if like.memory is not None else 0
         error = (like.peak_nbytes - base) / max(like.predicted_peak_nbytes - base, 1)
         self.temporaries_nbytes = int((self.room - self.base_nbytes) / error)
-        """What schedules may take of temporaries, by the model."""
+        """The temporaries that schedules may use, by the model."""
         self.layouts: dict[Variant, _Layout | None] = {}
         self.solved: tuple[_Layout, Solution] | None = None
 
@@ -318,7 +318,7 @@ class _Neighbour:
         if more <= max(before, self.like.overhead, 0.0) + MORE:
             return True
         if (better := self._promised(layout, PROMISED * more * step)) is not None:
-            logger.info("the plan for other shapes would take %.2f %% longer: %s may do", 100 * more, better)
+            logger.info("the plan for other shapes would take %.2f %% longer: trying %s", 100 * more, better)
         return better is None
 
     def _promised(self, layout: _Layout, seconds: float) -> Variant | None:

@@ -62,7 +62,7 @@ def _changes(kind: str, before: dict[str, str], after: dict[str, str]) -> list[s
 
 
 def _few(found: Sequence[str]) -> list[str]:
-    more = [f"so are {len(found) - _MOST} more"] if len(found) > _MOST else []
+    more = [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
     return [*found[:_MOST], *more]
 
 
@@ -73,41 +73,41 @@ class Plan(Outcome, Written):
     **Fields:**
 
     - `step`: the name of the function.
-    - `budget_nbytes`: the peak allowed; for `"min"`, the peak reached plus the margin. `margin_nbytes`: what the
-      compiled peak leaves free of it (`workspace_margin`).
+    - `budget_nbytes`: the peak allowed; for `"min"`, the peak reached plus the margin. `margin_nbytes`: the part of it
+      that the compiled peak leaves free (`workspace_margin`).
     - `baseline_peak_nbytes`: the plain step's compiled peak, or the model's if `baseline_modelled` says why the plain
       step was not compiled. `predicted_peak_nbytes`: the simulator's figure before compiling. `compiled_peak_nbytes`:
       the compiler's, and `memory` its parts; None with `verify=False`. `compiler`: which one.
     - `overhead`: predicted extra seconds as a share of the plain step's. `compiled_overhead`: the same by a roofline of
       the two compiled programs, None where not compiled. If the plain step was not compiled, its seconds are the
       model's.
-    - `lower_bound`: in the solver's model, no plan with these stages that recomputes for every stage afresh costs less
+    - `lower_bound`: in the solver's model, no plan with these stages that recomputes each independently costs less
       than this share of the step. `gap`: the difference to it; 0 if values held from stage to stage beat it.
     - `solver`, `solve_seconds`, `compile_count`: how the plan was found. `rounds`: every schedule that was compiled, in
       order. `planning`: how long it took, in parts.
-    - `actions`: one per residual, largest first. `alive`: what the compiled step has in memory at its peak besides
+    - `actions`: one per residual, largest first. `alive`: the arrays in memory at the compiled step's peak besides
       arguments and outputs, largest first; empty where not compiled. `account`: memory and time by module, as modelled.
-    - `form`: which sites of the step run otherwise than written, and how: pairs of scans with nested checkpointing,
-      outermost first (see `_nested_checkpointing`), with absorbed updates (see `_optimizer_in_backward`), or in parts
-      with their own plans; rows in chunks (see `_row_regions`); values in fewer bits (see `_encodings`).
+    - `form`: which sites of the step run in another form, and which: pairs of scans with nested checkpointing,
+      outermost first (see `_nested_checkpointing`), or with absorbed updates (see `_optimizer_in_backward`); rows in
+      chunks (see `_row_regions`); values in fewer bits (see `_encodings`).
     - `loops`: the same for loops and rows, in words. `copies`: the values that are saved in fewer bits.
-    - `devices`: how many the step is on; all bytes are per device. `waiting`: the share of the step's time for which
-      kernels wait for copies from host memory.
+    - `devices`: their number; all bytes are per device. `waiting`: the share of the step's time for which kernels wait
+      for copies from host memory.
     - `respect_checkpoint`: whether the user's own checkpoints were kept.
     - `warnings`: those of planning, repeated whenever the plan is followed.
     - `fingerprint`: of the program. `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded`: for the emitter. `unrepeated` are the operations that may not run twice; some of them, such as
       collectives, only the compiled plain step shows.
-    - `scratch`: scratch memory of equations, as multiples of what they read of computed values.
-    - `detached`: operands of barriers that stand behind their own barriers, so that XLA does not overwrite them while
-      they are read.
-    - `on_host`: positions, among the leaves of the traced arguments, of those that stay in host memory between steps,
-      and `on_host_nbytes` their size.
+    - `scratch`: scratch memory of equations, as multiples of the computed values that they read.
+    - `detached`: operands of barriers that have barriers of their own, so that XLA does not overwrite them while they
+      are read.
+    - `on_host`: positions of the traced arguments' leaves that stay in host memory between steps; `on_host_nbytes`:
+      their size.
     - `collectives`: the numbers of collectives, empty where not compiled or on one device.
-    - `unproved`: parts of the form that were not proved to compute the step before it was compiled, in words; the
-      library's tests compare their numbers. Empty where nothing was compiled.
+    - `unproved`: parts of the form, in words, that were not proved to compute the step; the library's tests compare
+      their results. Empty where nothing was compiled.
     - `decided`: how many values and bytes are saved because decisions run once.
-    - `structure`: of the step, equal for steps that differ only in shapes. `outline`: of the equations of the form.
+    - `structure`: a hash of the step that ignores shapes. `outline`: the same of the form's equations.
       `like`: the fingerprint of the plan of such a step from which this one was made, or "".
     - `made_for`: the arguments, mesh and version of jax; None in plans of earlier versions.
     """
@@ -149,7 +149,7 @@ class Plan(Outcome, Written):
         """
         if self.materialised and max(self.materialised) >= len(graph.values):
             raise PlanMismatchError(
-                "The plan names values that this program does not have. Plan this program afresh."
+                "The plan names values that this program does not have. Make a new plan for this program."
             )
         chosen = frozenset(self.materialised)
         values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
@@ -160,7 +160,7 @@ class Plan(Outcome, Written):
         return replace(graph, stages=with_updates(graph, cuts))
 
     def with_scratch(self, graph: Graph) -> Graph:
-        """Return the graph with this plan's scratch memory: of rows in chunks it is that of one of them."""
+        """Return the graph with this plan's scratch memory; for rows in chunks, that of one chunk."""
         chunks = math.prod(n for (n,) in self.form.settings(ROWS).values())
         here = math.prod(n for (n,) in graph.form.settings(ROWS).values())
         nodes = [*graph.nodes]
@@ -175,7 +175,7 @@ class Plan(Outcome, Written):
         return replace(schedule, offloaded=frozenset(self.offloaded))
 
     def report(self) -> Report:
-        """Pictures and tables of this plan: print it, `save` it as one HTML file, or look at it in a notebook."""
+        """Return the report of this plan: print it, `save` it as one HTML file, or show it in a notebook."""
         return Report(self)
 
     def __repr__(self) -> str:
@@ -247,9 +247,7 @@ def given_plan(plan: GivenPlan) -> Plan | None:
             "`Plan.save` wrote."
         )
     if isinstance(plan, str) and plan.lstrip().startswith("{"):
-        raise ArgumentError(
-            "`plan` is the text of a plan, not the path of a file. Pass `Plan.from_json(text)`."
-        )
+        raise ArgumentError("`plan` is a plan's text, not the path of a file. Pass `Plan.from_json(text)`.")
     try:
         return Plan.load(plan)
     except OSError as error:

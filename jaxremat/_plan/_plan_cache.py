@@ -1,10 +1,10 @@
-"""Program, request -> the plan that was made for them before, on disk; or a fresh one, which is kept there.
+"""Program, request -> the plan on disk that was made for them; or a new one, which is stored there.
 
-Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; one that a
-clock cut short is used, but made anew when it is asked for again, and the better one kept; what is found is
-emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
-A budget that a plan made before keeps, with whatever other budget, is not refused, and within it nothing that takes
-longer is returned; for the least memory nothing is returned that needs a good deal more than the least of them.
+Laws: the key is everything that planning depends on, the planner's own code included, and nothing else. A plan that a
+clock cut short is used, but planned again on the next request, and the better one kept. A cached plan is emitted,
+compiled and compared with its budget like a plan from a file, so the cache can cost time but never memory. If any
+earlier plan fits a budget, the budget is not refused, and no slower plan is returned; for the least memory, no plan is
+returned that needs much more than the least of the earlier ones.
 """
 
 import dataclasses
@@ -44,24 +44,23 @@ T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
 
 _SEARCHING = frozenset({"time_limit", "effort", "planning_seconds", "on_interrupt"})
-"""How long to look for a plan, which does not matter to plans that are found."""
+"""Limits of the search, which do not matter to cached plans."""
 
 _TOLD = ("budget_nbytes", "min_peak_nbytes", "step_seconds")
-"""What is kept of a refusal besides its text."""
+"""Attributes of a refusal that are stored besides its text."""
 
 MOST_NBYTES = 256 * 2**20
-"""Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
+"""Size of all stored plans. A plan of a network with thousands of equations takes some hundred kilobytes."""
 
 MORE = 0.05
-"""A least peak is a good deal more than another from this share on."""
+"""A least peak is much more than another from this share on."""
 
 SAVES = 0.005
-"""Of two plans within a budget that were made at different times, the newer one stays unless it takes longer by this
-share of the step."""
+"""The newer of two plans within a budget is kept unless it takes longer by this share of the step."""
 
 
 MOST_ALIKE = 4
-"""Plans of nearly the same step that are looked at: each that does not do may take a compilation."""
+"""Plans of nearly the same step that are tried: each failure may take a compilation."""
 
 
 class Known(NamedTuple):

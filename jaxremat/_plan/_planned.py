@@ -1,8 +1,8 @@
-"""Plan made before, step -> the step that follows it, compiled where that is asked for; schedule -> what plans tell.
+"""Existing plan, step -> the step that follows it, compiled on request; schedule -> the fields of a plan.
 
-Invariant: what the compiler needs for a plan is within its budget on this machine too, or an error says so. A plan that
-was made without the device, elsewhere, or of drafts, may need more where it runs: the compiler there lays out, fuses
-and copies otherwise. What it missed by is what the next schedule of the same variant and stages has to spare.
+Invariant: the compiled plan is within its budget on this machine too, or an error says so. A plan that was made without
+the device, on another machine, or from drafts, may need more here, because the compiler lays out, fuses and copies
+differently. The next schedule of the same variant and stages is solved with that much less.
 """
 
 import math
@@ -46,11 +46,11 @@ from ._request import Planning
 from ._step_compiler import CompiledSchedule, OverwrittenReadError, StepCompiler, compile_schedule
 
 CORRECTIONS = 2
-"""So many further schedules are compiled where a plan does not fit: a user waits for them who wants to run a step."""
+"""Further schedules that are compiled if a plan does not fit: few, because the user is waiting to run a step."""
 
 MOST_MISSING = 0.25
-"""What misses the budget by more than this share of the temporaries is another device's plan, or was given another
-budget: it is refused."""
+"""A plan that misses the budget by more than this share of the temporaries is refused: it is for another device or
+budget."""
 
 
 @dataclass
@@ -102,29 +102,29 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
         alike = problem.structure == plan.structure
         problem = problem.ordered_before
     if problem.fingerprint != plan.fingerprint:
-        afresh = "Plan this step afresh, with `optimize(budget)`."
+        afresh = "Make a new plan for this step, with `optimize(budget)`."
         if alike:
             afresh = f"{afresh[:-1]}, or from this plan, with `optimize(budget, like=plan)`."
         if plan.devices != (here := problem.division.devices):
             raise PlanMismatchError(
-                f"The plan is for a mesh of {in_words(plan.devices)}, this step is on {in_words(here)}. {afresh}"
+                f"The plan is for a mesh of {in_words(plan.devices)}, but this step is on {in_words(here)}. {afresh}"
             )
         raise PlanMismatchError(
-            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: "
+            f"The plan was made for the program {plan.fingerprint[:12]}, but this step is {found[:12]}: "
             f"{_how_they_differ(plan, problem)}. {afresh}"
         )
     lengths = problem.traced.sites.lengths
     if any(not may_have(lengths[pair], levels) for pair, levels in plan.form.settings(LOOP).items()):
         raise PlanMismatchError(
-            "The plan splits a loop into parts with plans of their own, which this version does not. "
-            "Plan this step afresh, with `optimize(budget)`."
+            "The plan splits a loop into separately planned parts, which this version cannot run. "
+            "Make a new plan for this step, with `optimize(budget)`."
         )
     host = host_memory(problem.device, problem.here, None)
     if plan.offloaded and host is None:
         here = "a CPU" if problem.device.platform == "cpu" else str(problem.here)
         raise PlanMismatchError(
-            f"The plan keeps {len(plan.offloaded)} values in host memory for a while, but {here} has no other "
-            "memory. Plan for this device without `offload=True`."
+            f"The plan offloads {len(plan.offloaded)} values, but {here} has no memory besides the host's. "
+            "Plan for this device without `offload=True`."
         )
     compiled, to_run = None, to_run or (verify and problem.compiles_to_run)
     warn_of(plan)
@@ -166,7 +166,7 @@ def _compiled(
             return compile_schedule(problem, graph, schedule, plan.fence, plan.detached, to_run=to_run)
     except OverwrittenReadError as error:
         raise PlanMismatchError(
-            f"The plan gives wrong results with this compiler: {error}. Plan this step afresh, with `optimize(budget)`."
+            f"The plan gives wrong results with this compiler: {error}. Make a new plan, with `optimize(budget)`."
         ) from error
 
 
@@ -174,13 +174,11 @@ def _how_they_differ(plan: Plan, problem: Problem) -> str:
     """Return what a plan was made for and the step is not, in words."""
     if plan.made_for is None:
         return (
-            "its code, the shapes, types or shardings of its arguments, its static arguments, its donated arguments "
-            "or the version of jax differ"
+            "its code, the shapes, types or shardings of its arguments, its static or donated arguments, or the "
+            "version of jax differs"
         )
     now = made_for(problem.program, problem.args, problem.kwargs)
-    same = (
-        "its code differs; its arguments, the donated and static ones, the mesh and jax's version are equal"
-    )
+    same = "its code differs; the arguments, donated and static ones, the mesh and jax's version are equal"
     return "; ".join(plan.made_for.differences(now)) or same
 
 
@@ -190,8 +188,8 @@ def warn_of(plan: Plan) -> None:
         warn(said)
     if plan.planning.cut_short and plan.stages:
         warn(
-            f"The search for the plan of `{plan.step}` was cut short, after {plan.planning.work}: a longer search "
-            "may find a faster one. Plan again with a larger `Planning.planning_seconds` or none, and without Ctrl-C."
+            f"The search for the plan of `{plan.step}` was cut short after {plan.planning.work}. A longer search, with "
+            "a larger `Planning.planning_seconds` or without Ctrl-C, may find a faster plan."
         )
 
 
@@ -393,8 +391,8 @@ def corrected(
             break
         if found.peak_nbytes <= room:
             warn(
-                f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for "
-                f"{format_nbytes(room)} that was made elsewhere. The plan was corrected: it needs "
+                f"The plan of `{plan.step}` for {format_nbytes(room)} was made elsewhere, and needs "
+                f"{format_nbytes(compiled.peak_nbytes)} here. It was corrected: it now needs "
                 f"{format_nbytes(found.peak_nbytes)}, and takes {found.round.overhead:.1%} longer than the "
                 "plain step by the model."
             )

@@ -76,12 +76,12 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """What the user's function is called."""
+        """The name of the user's function."""
         return getattr(self.program.fn, "__name__", "step")
 
     @property
     def backend(self) -> Backend:
-        """What the device's compiler does."""
+        """The properties of the device's compiler."""
         return backend(self.device.platform)
 
     @property
@@ -110,17 +110,17 @@ class Problem:
 
     @cached_property
     def defects(self) -> Defects:
-        """What goes wrong with it and should not."""
+        """The defects that planning has met."""
         return Defects(self.program, self.args, self.kwargs, self.compiler)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells the program from others."""
+        """The fingerprint of the program."""
         return fingerprint(self.traced)
 
     @cached_property
     def structure(self) -> str:
-        """What tells the program from others but those that differ in shapes alone, and in what follows these."""
+        """A fingerprint that ignores shapes and their consequences."""
         return structure(self.traced)
 
     @cached_property
@@ -139,7 +139,7 @@ class Problem:
 
     @cached_property
     def division(self) -> Division:
-        """Where the step's values are."""
+        """The shardings of the step's values."""
         return Division(self.program, self.args, self.kwargs)
 
     @cached_property
@@ -242,17 +242,17 @@ class Problem:
 
     @property
     def unfused_builds(self) -> bool:
-        """Whether what will run is compiled once more."""
+        """Whether the program that will run is compiled once more."""
         return self.program.target is None and self.unfused_build != self.program
 
     @property
     def compiles_to_run(self) -> bool:
-        """Whether what this process compiles by itself can be what runs."""
+        """Whether a program compiled by this process alone can run."""
         return self.program.target is None and len(self.processes) == 1
 
     @property
     def compiles_apart(self) -> bool:
-        """Whether several programs may be compiled at a time: not where kernels are tried out on the device."""
+        """Whether several programs may be compiled at a time: not if kernels are autotuned on the device."""
         return self.unfused_builds or self.program.target is not None
 
     def compile(self, jitted: jax.stages.Wrapped) -> CompiledStep:

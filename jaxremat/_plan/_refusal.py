@@ -1,4 +1,4 @@
-"""What was found where nothing fits, or only what is expensive -> what to say: what is true, and what to write.
+"""Result of a search where nothing fits, or only expensive plans -> the error: what is true, and what to write.
 
 A budget that pins make infeasible is an error that names them, with the least peak with and without them.
 """
@@ -23,19 +23,19 @@ from ._ledger import CompiledCandidate, Effort
 from ._search import MOST_OVERHEAD, Search
 
 SMALL_NBYTES = 2**20
-"""Of steps with smaller temporaries, what the compiler adds for itself is a large part."""
+"""Below this size of temporaries, the compiler's own buffers are a large part."""
 
 MOST_NAMED = 5
-"""So many pins are named in an error: more would hide what to do."""
+"""The most pins that an error names: more would hide the advice."""
 
 MOST_TRIED = 24
-"""Pins that are left out one at a time to see what each costs, those of most bytes: each takes two fast solves."""
+"""The most pins that are left out one at a time to measure their cost, largest first: each takes two fast solves."""
 
 _TRY_SECONDS = 1.0
 
 _AS_WRITTEN = (
-    "Attention, rows and microbatches run as written where another form would not keep a value that hints or "
-    "`pins` name: without hints and pins, less memory may be enough."
+    "Hints and `pins` name values that other forms of attention, rows or microbatches would not keep, so these run "
+    "as written. Without hints and pins, the step may need less."
 )
 
 
@@ -65,7 +65,7 @@ def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Lea
     )
     if (written := baseline.written_nbytes) is None or written >= candidate.peak_nbytes:
         return least
-    how = f"compiled, as it is written: none of {len(candidates)} plans needs less"
+    how = f"compiled as written: none of {len(candidates)} plans needs less"
     return least._replace(peak_nbytes=written, how=how, candidate=None)
 
 
@@ -108,8 +108,8 @@ def infeasible(
         + _ended(effort)
         + advice
         + (
-            f" With {format_nbytes(temporaries_nbytes)} of temporaries, the step is too small to plan well: at "
-            "this size the compiler's own buffers matter most."
+            f" With {format_nbytes(temporaries_nbytes)} of temporaries, the step is too small to plan well: the "
+            "compiler's own buffers dominate."
             if temporaries_nbytes < SMALL_NBYTES
             else ""
         ),
@@ -195,8 +195,8 @@ def blamed(
     least = error.min_peak_nbytes + error.budget_nbytes - room_nbytes
     return InfeasibleHintError(
         f"A budget of {format_nbytes(error.budget_nbytes)} cannot be met with these hints: "
-        f"{', '.join(named)}{rest}. With them {needs} {format_nbytes(error.min_peak_nbytes)} at least, without "
-        f"them {format_nbytes(free)}. The figure in brackets is what each hint adds by itself, by the model. "
+        f"{', '.join(named)}{rest}. With them {needs} at least {format_nbytes(error.min_peak_nbytes)}, without "
+        f"them {format_nbytes(free)}. In brackets: what each hint alone adds, by the model. "
         f"Remove one, or use a budget of at least {least_budget(least)}.",
         budget_nbytes=error.budget_nbytes,
         min_peak_nbytes=error.min_peak_nbytes,
@@ -207,7 +207,7 @@ def blamed(
 
 
 def without(graph: Graph, origin: str | None) -> Graph:
-    """Return the graph without the pins from there, None for all, cut into stages afresh."""
+    """Return the graph without the pins of one origin, None for all, cut into new stages."""
     pins = tuple(pin for pin in graph.pins if origin is not None and pin.origin != origin)
     graph = replace(graph, pins=pins)
     return replace(graph, stages=cut_stages(graph))

@@ -1,4 +1,4 @@
-"""What the user asks for -> `Request`: a budget, what a plan may do, and how to look for one (`Planning`)."""
+"""The user's options -> `Request`: a budget, what a plan may do, and how to search for it (`Planning`)."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from .._solver import Milp, Solver
 from ._plan import Plan
 
 WRITTEN_SHARE = 0.5
-"""What compiling the step as it is written may take of `planning_seconds`: the rest is for a plan."""
+"""Share of `planning_seconds` that compiling the plain step may take: the rest is for a plan."""
 
 Offload = bool | int | str
 """Whether host memory is used; "auto" for where there is one; or how much of it, as bytes or text."""
@@ -28,14 +28,14 @@ class Planning:
     **Fields:**
 
     - `solver`: a `jaxremat.Solver`, such as `jaxremat.Greedy()`.
-    - `time_limit`: the work of each solve, in seconds of a usual machine. Nodes of the search are counted, so plans are
-      the same on all machines. When the work is done, the best schedule so far counts, with its proven gap.
+    - `time_limit`: the work of each solve, in seconds on a typical machine. Nodes of the search are counted, so plans
+      are the same on all machines. At the limit, the solver returns its best schedule, with its proven gap.
     - `planning_seconds`: seconds after which the search stops, counted from the first call. It starts no compilation
       that it cannot finish in time, except for the first plan and, before it refuses a budget, for the plans of least
-      memory. A plan that was cut short is improved the next time that it is asked for. By default work is counted: once
+      memory. A search that was cut short continues the next time. By default work is counted: once
       a plan fits, 2 compilations plus one for each 6,000 equations of the step, 8 at most; twice as many while no plan
-      fits, and as many again for inexact forms and for host memory. For a `target`, compiling the step as it is written
-      may take half of the seconds; then plans start from another form. See `Plan.planning`.
+      fits, and as many again for inexact forms and for host memory. For a `target`, compiling the plain step may take
+      half of the seconds; after that, plans start from another form. See `Plan.planning`.
     - `on_interrupt`: what Ctrl-C does: `"stop"` ends planning at once; `"best"` returns the best plan certified so far,
       if there is one, marked as cut short.
     - `effort`: `"thorough"` lifts the limits of the search.
@@ -96,7 +96,7 @@ class Planning:
 
     @property
     def written_seconds(self) -> float:
-        """The seconds that compiling the step as it is written may take; infinite without `planning_seconds`."""
+        """The seconds that compiling the plain step may take; infinite without `planning_seconds`."""
         return math.inf if self.planning_seconds is None else WRITTEN_SHARE * self.planning_seconds
 
 
@@ -149,7 +149,7 @@ def takes_planning(fn: F) -> F:
             told = ", ".join(f"{name}={given!r}" for name, given in moved.items())
             known = ", ".join(f"`{name}`" for name in moved)
             raise ArgumentError(
-                f"`{fn.__name__}` takes {known} within `planning`. "
+                f"`{fn.__name__}` takes {known} as part of `planning`. "
                 f"Write `{fn.__name__}(..., planning=jaxremat.Planning({told}))`."
             )
         if (given := kwargs.get("host_budget")) is not None:

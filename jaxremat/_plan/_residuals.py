@@ -1,22 +1,22 @@
 """Joint program + budget -> which values its forward pass keeps for its backward pass, counted in *held* bytes.
 
-A function that is differentiated later knows nothing of the program around it: neither when its backward pass runs, nor
-what else is in memory then. What a plan for it decides is what lies in memory between the two passes, and what the
-backward pass has to make again. So only that is counted: values of the forward pass, from its end on,
+A plan for a function that is differentiated later knows nothing of the surrounding program: neither when its backward
+pass runs, nor what else is in memory then. The plan decides which values are in memory between the two passes, and
+which the backward pass recomputes. So only these count: values of the forward pass, from its end on,
 
     held = max over the moments of the backward pass of (saved values with a reader to come + recomputed values in use),
 
-not arguments and what the function closes over (the caller has them in any case), cotangents and gradients, and not
-what the forward pass makes and lets go of itself. Before the first moment all that is saved is there.
+not arguments and closed-over values (the caller has them in any case), cotangents and gradients, and not temporary
+values of the forward pass. Before the first moment, all saved values are in memory.
 
-Function that is differentiated later, budget of held bytes -> the function itself, or part after part, whichever is
-planned better.
+Function that is differentiated later, budget of held bytes -> the function as a whole or in parts, whichever is planned
+better.
 
-As parts are loops of the function's, a plan of it in parts is made as any other, see `_residuals`. For each set of
-regions two numbers of parts are tried at most: one that is enough in any case, and the fewest that are by what was
-found for that, since what is made again of a part is as large as the part.
+Parts are loops of the function, so a function in parts is planned as any other. For each set of regions, at most two
+numbers of parts are tried: one that is certain to be enough, and the fewest that are enough by the result for the
+first, since the recomputed values of a part are as large as the part.
 
-Law: a function in parts is proved to be the function, or is not taken.
+Law: a function in parts is proved to equal the function, or is not used.
 """
 
 import logging
@@ -64,7 +64,7 @@ def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", 
     if found.whole != "residuals":
         meant = replace(found, whole="residuals")
         raise BudgetError(
-            f"`checkpoint(budget={budget!r})` is {found}, but this function is only a part of a step. Write "
+            f"`checkpoint(budget={budget!r})` is {found}, but this function is only part of a step. Write "
             f'"{meant}" for a share of what plain JAX would keep for the backward pass, or {OF_PARTS}.'
         )
     return int(found.share * plain_nbytes)
@@ -81,7 +81,7 @@ def counted(graph: Graph) -> Graph:
 
 
 LEAST_SLACK = 0.02
-"""Of schedules that hold about the least, within this share of what plain JAX keeps, the fastest is taken."""
+"""The fastest schedule within this share (of what plain JAX keeps) of the least held bytes is taken for `"min"`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def plan_held(
             cuts.append((cut, counted(cut)))
     if not cuts:
         raise HintError(
-            f"{kept[0]} cannot be followed: a loop of the function reads the value, and values that a loop "
+            f"{kept[0]} cannot be honoured: a loop of the function reads the value, and values that a loop "
             'reads are always saved. Remove the hint, or use `emit="custom_vjp"`.'
         )
 
@@ -249,11 +249,11 @@ FEW = 0.02
 """A plan that recomputes for no more than this share of the seconds of both passes is good enough without parts."""
 
 MOST_OVERHEAD = 1.0
-"""Parts that take longer by more than this share of both passes, as kernels of few rows do, are not wanted where the
-function can be planned without."""
+"""Parts that cost more than this share of both passes, as kernels of few rows do, are not used if the function can be
+planned without."""
 
 BESIDE = 1 / 4
-"""Parts are small enough where one of them keeps no more than this share of what regions hand on."""
+"""Parts are small enough if one of them keeps no more than this share of what regions hand on."""
 
 
 @dataclass(frozen=True)
@@ -272,12 +272,12 @@ class Way:
 
     @property
     def plan(self) -> HeldPlan:
-        """What is told of it."""
+        """The public plan."""
         return as_plan(self.joint, self.found, self.forms, self.plain_nbytes, self.plain_seconds)
 
     @property
     def seconds(self) -> float:
-        """What both passes take by the model."""
+        """The time of both passes by the model."""
         return self.found.graph.step_seconds + self.found.profile.extra_seconds
 
     @property
@@ -388,7 +388,7 @@ def is_proved(function: Function, division: Division) -> bool:
     if differs is not None and not any(_has_derivatives(eqn) for eqn in eqns):
         differs = _difference(function, other, lambda each: each.closed)
     if differs is not None:
-        logger.info("not taken, because it is not proved: a function in parts (%s)", differs)
+        logger.info("not used, because it is not proved: a function in parts (%s)", differs)
     return differs is None
 
 

@@ -77,7 +77,7 @@ Estimates = Mapping[tuple[int, tuple[int, ...]], Estimate]
 
 
 class Rule(NamedTuple):
-    """What may be done otherwise in a step.
+    """A rule by which parts of a step may take another form.
 
     **Fields:** `name` in a `Choice`; `estimate` finds its sites in a step, and says what each setting is worth; `apply`
     the passes that follow it, by their names in `FORM_PASSES`; `exact` and `together` as of `Sites`.

@@ -1,12 +1,12 @@
-"""Space of variants, compiler, clock -> the cheapest schedule of which the compiler says that it fits.
+"""Space of variants, compiler, clock -> the cheapest schedule that the compiler confirms to fit.
 
-The loop: solve within what the model allows, compile, read the compiler's peak, correct the model's allowance by the
-difference, solve again; within a budget, or within what is about the least memory that was compiled. The variants of
-the step and the ways to cut its backward pass into stages compete; each has an allowance of its own, because the model
-errs differently on each.
+The loop: solve within the model's allowance, compile, read the compiler's peak, correct the allowance by the
+difference, solve again; within a budget, or within about the least memory that was compiled. The variants of the step
+and the ways to cut its backward pass into stages compete; each has a separate allowance, because the model errs
+differently on each.
 
-This is the policy: which candidate is next, and when to stop. What was solved and compiled stands in the `Ledger`, and
-candidates come from the `CandidateSource`.
+This is the policy: which candidate is next, and when to stop. The `Ledger` records what was solved and compiled, and
+the `CandidateSource` supplies candidates.
 """
 
 import itertools
@@ -41,58 +41,56 @@ HOPE = 1.25
 Chosen, not measured: above 1 because the model errs, and small because each try is a compilation."""
 
 MORE_ROUNDS = 2
-"""What is added to the rounds while nothing fits, before the least memory is looked for, and once more behind that: the
-first round finds how the model errs, the second corrects by it."""
+"""Extra rounds while nothing fits, before the search for the least memory, and again after it: the first round finds
+the model's error, the second corrects it."""
 
 MORE_GAIN = 0.005
-"""Or while a plan promises to save this share of the step's time, as each near the least memory must: more than
-`CHEAP`, since the rounds that were asked for are over."""
+"""Further rounds need a plan that promises to save this share of the step's time, as does each near the least memory:
+more than `CHEAP`, since the requested rounds are over."""
 
 MUCH_GAIN = 0.1
-"""Or this share, once those rounds, and the compilations of a search that has found a plan, are over too: what fits is
-far below the budget, and a plan that missed by little was not corrected yet."""
+"""The same once these rounds, and the compilations of a search that has found a plan, are over too: the plan that fits
+is far below the budget, and a plan that missed by little is not corrected yet."""
 
 UNLIKELY = 0.1
-"""Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
-step's temporaries: the model would have to err by that much more on the least of them than on these."""
+"""Schedules of least memory are not compiled if they need more than the least of them by this share of the plain step's
+temporaries: the model would have to err by that much more on the least than on them."""
 
 MANY_TIMES = 4
-"""Nor where they need more by so many times the temporaries of the least: of long sequences, whose scores are most of
-the plain step, half of the compilations were of schedules that need ten times the least memory."""
+"""Nor if they need more by this multiple of the least one's temporaries: for long sequences, whose scores dominate the
+plain step, half of the compilations were of schedules that need ten times the least memory."""
 
 LITTLE = 0.01
-"""Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
-and what misses the budget by no more has further rounds: the solver needs to drop only one more value or two."""
+"""Nor, with a budget, if they promise less than this share below what was compiled, given the model's error on others.
+A schedule that misses the budget by no more gets further rounds: the solver must drop only one more value or two."""
 
 NEAR = 0.1
-"""A candidate that misses the budget by at most this share gets one corrected solve even where the effort is exhausted,
-and one more where it then misses by little: schedules of least memory are several times slower."""
+"""A candidate that misses the budget by at most this share gets one corrected solve even if the effort is exhausted,
+and one more if it then misses by little: schedules of least memory are several times slower."""
 
 WIDE = 0.5
-"""Where a plan that fits takes longer than one that nearly does, by this share of the step's time, schedules between
-the two are compiled: a smaller difference is not worth the logarithm of their number of compilations."""
+"""If a plan that fits takes longer than one that nearly fits, by this share of the step's time, schedules between the
+two are compiled by bisection: a smaller difference is not worth the compilations."""
 
 LEAST_MORE = 0.05
-"""Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
-temporaries besides."""
+"""The fastest schedule whose temporaries exceed the least by at most this share counts as of about the least memory."""
 
 MOST_OVERHEAD = 1.0
-"""More expensive plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan
-within a budget that costs more is the answer only after a search between it and the cheaper ones that do not fit."""
+"""The least memory is searched at no more than this overhead. A plan within a budget that costs more is returned only
+after a search between it and the cheaper ones that do not fit."""
 
 WORTH_FEWER = 0.1
-"""Where the least memory is in microbatches and costs this share of the step's time, fewer of them are looked at: each
-takes a compilation."""
+"""If the least memory is reached with microbatches and costs this share of the step's time, fewer microbatches are
+tried: each takes a compilation."""
 
 HOST_WORTH = 0.02
-"""Sparing of host memory, a search looks at it only where the best plan without takes this share of the step longer."""
+"""With `offload="auto"`, host memory is tried only if the best plan without it costs this share of the step's time."""
 
 HOST_MORE = 0.3
-"""And it then compiles one plan, or as many as are this share of what was compiled, the step itself twice."""
+"""It then compiles one plan, or this share of the number compiled so far, the plain step counted twice."""
 
 COMBINED_ROUNDS = 3
-"""Barriers that leave sums over devices alone need more or less memory than others: so many further schedules are
-compiled that use the budget with them."""
+"""Schedules compiled for the budget with barriers that keep sums over devices separate, which changes the memory."""
 
 
 class Search:

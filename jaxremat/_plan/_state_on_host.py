@@ -127,8 +127,8 @@ def _of_values(graph: Graph) -> str:
     if room is None or sum(graph.values[v].saved_nbytes for v in graph.away.alone) <= room:
         return ""
     return (
-        f" `offload` leaves {format_nbytes(room)} of host memory for values that the backward pass reads, which is not "
-        "enough for all of them: write a larger limit, if the machine has the memory."
+        f" `offload` leaves {format_nbytes(room)} of host memory for residuals, which is not enough for all of them: "
+        "write a larger limit, if the machine has the memory."
     )
 
 
@@ -136,8 +136,8 @@ def _of_arguments(problem: Problem, graph: Graph) -> str:
     state, stacks = updated_alone(graph), _stacks(problem)
     told: list[str] = []
     for values, what, name in (
-        (state, "only read to be updated, such as an optimizer's state", "opt_state"),
-        (stacks, "stacks that loops read row by row, such as weights of layers", "weights"),
+        (state, "read only by the update, such as an optimizer's state", "opt_state"),
+        (stacks, "stacks that loops read one row at a time, such as layers' weights", "weights"),
     ):
         nbytes = sum(graph.values[v].nbytes for v in values)
         if nbytes < WORTH * graph.base_nbytes:

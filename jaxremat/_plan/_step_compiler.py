@@ -85,7 +85,7 @@ def compile_schedule(
 
 
 Compiled = dict[tuple[Any, ...], CompiledCandidate]
-"""What was compiled, by form, stages, schedule and barriers."""
+"""Compiled plans, by form, stages, schedule and barriers."""
 
 
 @dataclass

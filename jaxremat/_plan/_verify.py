@@ -1,7 +1,7 @@
 """Program, arguments, budget -> a compiled step whose peak the compiler has confirmed, and its plan.
 
-The plain step is compiled first, which says what it needs and what it keeps in memory; `_search` then finds the best
-plan that fits. Nothing that exceeds the budget is returned.
+The plain step is compiled first, which shows its peak and the values that it writes to memory; `_search` then finds the
+best plan that fits. Nothing that exceeds the budget is returned.
 """
 
 import math
@@ -35,19 +35,19 @@ from ._state_on_host import advice
 from ._step_compiler import Compiled, StepCompiler
 
 _ROUNDS = {"normal": 3, "thorough": 7}
-"""Schedules that are compiled in search of the best, at most: of each kind."""
+"""The most schedules of each kind that a search compiles."""
 
 LIKELY = 1.2
-"""A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
+"""A step whose estimate is at most this multiple of the budget may fit as written: it is compiled."""
 
 SURELY = 0.5
-"""Up to this share of the budget a step that rules say to need so much is taken to fit: it is compiled once, to run,
-and nothing else is made."""
+"""A step whose estimate is at most this share of the budget is assumed to fit: it is compiled once, to run, and not
+planned."""
 
 
 @dataclass
 class Before:
-    """What plans of a step for other budgets have found: what was `compiled`, and the `rounds` of those plans."""
+    """Results of plans of a step for other budgets: what was `compiled`, and their `rounds`."""
 
     compiled: Compiled = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
@@ -117,7 +117,7 @@ class _Planner:
         planning, problem = self.request.planning, self.problem
         pins = offloading(problem.estimated)
         if pins and not self.request.offload:
-            said = "saved on the device, because plans use host memory only with `offload=True`."
+            said = "saved on the device: plans use host memory only with `offload=True`."
             warn(f"{pins[0].origin}: {said}")
         elif (
             pins
@@ -141,7 +141,7 @@ class _Planner:
             return self._as_written(budget)
 
     def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
-        """**Arguments:** `fits` whether the step does as it is written."""
+        """**Arguments:** `fits` whether the plain step fits."""
         baseline = self._measured()
         search = self.problem.defects.attempted("pricing", self._measured_search)
         if search is None:
@@ -222,7 +222,7 @@ class _Planner:
         return self._plain(room)
 
     def _plain(self, budget: int) -> Planned:
-        """Return the step as it is written, compiled where plans are."""
+        """Return the plain step, compiled where plans are."""
         problem, graph = self.problem, self.problem.estimated
         if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
@@ -345,7 +345,7 @@ class _Planner:
         return self._temporaries()
 
     def _temporaries(self) -> int:
-        """Return what of the step as it is written is not there all the time."""
+        """Return the plain step's temporaries."""
         if self.baseline is not None:
             return self.baseline.temporaries_nbytes
         return self.problem.estimated_peak_nbytes - self.problem.estimated.base_nbytes

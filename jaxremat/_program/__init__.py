@@ -1,7 +1,7 @@
 """Programs as flat equations: how they are read, flattened, compared and marked.
 
-In: what `jax.jit(...).trace` gives. Out: equations without calls, equal ones merged. Law: evaluating them gives what
-the function gives; the door to private or versioned parts of JAX is `_compat`, and nowhere else.
+In: the result of `jax.jit(...).trace`. Out: equations without calls, equal ones merged. Law: they compute what the
+function computes; only `_compat` uses private or versioned parts of JAX.
 
 Reading order: `_compat`, `_splice`, `_primitives`, `_axes`, `_flops`, `_inline`, `_common_subexpressions`, `_hints`,
 `_host_arguments`, `_references`, `_run_counts`, `_sharding_propagation`; `_equivalence` (two programs compute the same)

@@ -95,7 +95,7 @@ def of_all_rows(
 
 
 class _Chunks:
-    """What all rows of a body are, equation by equation. **Arguments:** `given` the operands of one within another."""
+    """All rows of a body, equation by equation. **Arguments:** `given` the operands of an inner body."""
 
     def __init__(self, count: int, places: Places, given: Sequence[Kind] = ()):
         self.count, self.places = count, places

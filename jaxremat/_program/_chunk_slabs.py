@@ -44,7 +44,7 @@ from ._splice import inlined, needed, typed
 from ._windows import WindowRule, windows
 
 Found = tuple[list[Kind], jex.JaxprEqn]
-"""What an equation makes of slabs, and the equation of all rows."""
+"""The result of an equation on slabs, and the equation of all rows."""
 
 
 class Loop(Protocol):

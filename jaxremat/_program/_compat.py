@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Atom: TypeAlias = jex.Var | jex.Literal
-"""What an equation reads."""
+"""An operand of an equation."""
 
 MemorySpace: TypeAlias = _core.MemorySpace
 """In which of a device's memories arrays are."""
@@ -59,7 +59,7 @@ SourceInfo: TypeAlias = _source.SourceInfo
 """The user's line and the name stack of an equation."""
 
 AnyJaxpr: TypeAlias = jex.Jaxpr | jex.ClosedJaxpr
-"""What an equation may have for a body."""
+"""A body of an equation."""
 
 Args: TypeAlias = tuple[object, ...]
 """A call's positional arguments, trees of arrays and whatever else a user hands over."""

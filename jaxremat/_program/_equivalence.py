@@ -62,13 +62,13 @@ class Equivalence:
     def _difference(self, outputs: Sequence[int], turns: dict[str, list[int]]) -> str | None:
         own, own_turns = self._own
         if len(outputs) != len(own):
-            return f"{len(own)} results are {len(outputs)}"
+            return f"{len(own)} results became {len(outputs)}"
         for i, (a, b) in enumerate(zip(own, outputs, strict=True)):
             if a != b:
-                return f"result {i} is another: {self._numbers.compared(a, b)}"
+                return f"result {i} differs: {self._numbers.compared(a, b)}"
         for kind in {**own_turns, **turns}:
             if own_turns.get(kind) != turns.get(kind):
-                return f"what may run once only ({kind}) runs otherwise"
+                return f"operations that must run once ({kind}) differ in number or order"
         return None
 
 

@@ -53,7 +53,7 @@ def _moved(leaf: object) -> Any:
             return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST))
         except jax.errors.JaxRuntimeError as error:
             raise HostMemoryError(
-                f"Host memory was refused for {format_nbytes(leaf.nbytes)}, {leaf.dtype}{list(leaf.shape)}: {error}. "
+                f"Host memory for {format_nbytes(leaf.nbytes)}, {leaf.dtype}{list(leaf.shape)}, was refused: {error}. "
                 "Free some of this machine's memory, allow the process to pin more (`ulimit -l`), or move less."
             ) from error
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -37,7 +37,7 @@ _DERIVATIVES = {
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
 _PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
-"""What whole programs are compiled for: kernels within them may be for others, as Pallas' for a TPU are."""
+"""The platforms of whole programs: kernels within them may be for others, as Pallas' for a TPU are."""
 
 _IDENTITIES = frozenset({"name", "copy", "copy_p"})
 CALLS = frozenset({*_CALLS, *_DERIVATIVES})

@@ -36,7 +36,7 @@ KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "squeeze": lambda params: None,
     "transpose": lambda params: tuple(params["permutation"]),
 }
-"""What says which operation an equation is, of those that rules know, and of views: where results are is no matter."""
+"""The parameters that identify an operation, for operations with rules and for views, without shardings of results."""
 
 UNCHANGED = frozenset(
     {

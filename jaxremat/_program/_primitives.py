@@ -206,7 +206,7 @@ def is_relabelling(eqn: jex.JaxprEqn) -> bool:
 
 
 IN_CHUNKS = "in_chunks"
-"""What the call is named that stands for rows in chunks, within which nothing is planned."""
+"""The name of the call for rows in chunks, inside which nothing is planned."""
 
 
 def is_in_chunks(eqn: jex.JaxprEqn) -> bool:

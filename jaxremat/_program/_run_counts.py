@@ -26,7 +26,7 @@ def check_runs(closed: jex.ClosedJaxpr, original: jex.ClosedJaxpr) -> None:
     """
     found, expected = run_counts(closed), run_counts(original)
     if found != expected:
-        raise RuntimeError(f"what runs once runs as {found}, and is written as {expected}")
+        raise RuntimeError(f"operations that must run once run as {found}, but are written as {expected}")
 
 
 def _counted(eqns: list[jex.JaxprEqn], trips: int) -> Runs:

@@ -11,11 +11,11 @@ Axis = tuple[str, int, int]
 """An axis of a mesh, or a part of one: its name, the number of parts outside of this one, and how many it has."""
 
 Layout = tuple[tuple[Axis, ...], ...]
-"""For each dimension of an array the axes over which it is divided."""
+"""The axes over which each dimension of an array is divided."""
 
 
 Operation = tuple[str, list[Layout], list[tuple[tuple[int, ...], Layout]]]
-"""Of an operation its name stack, the layouts of its operands, and shape and layout of each of its results."""
+"""An operation's name stack, the layouts of its operands, and the shape and layout of each result."""
 
 
 def propagated(lowered: Any) -> tuple[list[Operation], list[Layout]]:

@@ -127,7 +127,7 @@ class Values:
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """What `forget` goes back to."""
+        """The state to which `forget` returns."""
         return len(self.nodes), len(self.recurrences), len(self.sets)
 
     def forget(self, mark: tuple[int, int, int]) -> None:

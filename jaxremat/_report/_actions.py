@@ -46,7 +46,7 @@ class Action:
 
 
 class Actions:
-    """What a plan does with values; `actions` has each, largest first."""
+    """A plan's decisions about values; `actions` has each, largest first."""
 
     actions: tuple[Action, ...]
 
@@ -90,7 +90,7 @@ class Actions:
 
     @property
     def offloaded_names(self) -> frozenset[str]:
-        """Of `saved_names` those that `policy` has in host memory meanwhile, by the same rule."""
+        """Those of `saved_names` that `policy` offloads, by the same rule."""
         return self._most(lambda action: action.action == "offload")
 
     def _most(self, chosen: Callable[[Action], bool]) -> frozenset[str]:
@@ -106,11 +106,11 @@ class Actions:
         this does.
 
         Policies know values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, so the plan must be of a
-        program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name what goes into
-        `tanh` and the like rather than what comes out: their derivatives read their result, not the named copy.
+        program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name the operands of
+        `tanh` and the like rather than the results: their derivatives read the result, not its named copy.
 
-        What the plan has in host memory meanwhile is offloaded by JAX, see `offloaded_names`. A policy says
-        nothing of when copies begin: the compiler may begin all of them at once, which a planned step does not.
+        JAX offloads the values that the plan offloads, see `offloaded_names`. A policy cannot say when copies begin:
+        the compiler may begin all of them at once, which a planned step does not.
 
         **Raises:** `ArgumentError` where the plan knows no names.
         """
@@ -130,10 +130,10 @@ class Decided(NamedTuple):
     nbytes: int = 0
 
     def __str__(self) -> str:
-        values = f"{self.values} values are" if self.values > 1 else "1 value is"
+        values = f"{self.values} values" if self.values > 1 else "1 value"
         return (
-            f"{values} saved because of decisions ({format_nbytes(self.nbytes)}), which run only once: see "
-            "“Decisions” in the docs' Limits"
+            f"{values} ({format_nbytes(self.nbytes)}) saved because decisions run only once: see “Decisions” in "
+            "the docs' Limits"
         )
 
 

@@ -13,7 +13,7 @@ _STEPS = 200
 """Places at which the lower bound is drawn."""
 
 _ROOM = 1.15
-"""What is shown beyond the most expensive point; rules by hand farther out stand at the edge, with their figure."""
+"""Space shown above the most expensive point; hand-written rules beyond it are at the edge, with their figure."""
 
 
 def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
@@ -94,6 +94,4 @@ def _bound(frontier: Any, ax: "Axes", low: int, top: float) -> None:
     # What is proven speaks of predicted peaks; a compiled one is larger or smaller by what the model errs.
     places = [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
     heights = [min(max(frontier.lower_bound(int(x)), 0.0), top) for x in places]
-    ax.fill_between(
-        places, heights, color="0.88", lw=0, zorder=0, label="below the bound proven in the model"
-    )
+    ax.fill_between(places, heights, color="0.88", lw=0, zorder=0, label="below the model's proven bound")

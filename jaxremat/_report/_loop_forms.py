@@ -23,14 +23,13 @@ class LoopForm:
     - `length`: iterations, or rows (a divisor of their number that any number of chunks must divide); 0 for blocks.
     - `levels`: as in `Plan.form`; empty for rows that stay together.
     - `source`: the user's line.
-    - `rows`: whether this is a region of rows instead of a loop of the user's. `whole`: whether the region is most of
-      the step, in microbatches; `repeats`: whether some of it runs twice for that; `windowed`: whether parts of an
-      image's rows take the place of microbatches.
-    - `inner`: whether it is a loop inside another loop that the backward pass runs again and that is planned from the
-      inside; or, for microbatches, whether they are inside the iterations of a loop of the user's; or, for rows,
-      whether these are of each microbatch.
+    - `rows`: whether this is a region of rows, not a loop of the user's. `whole`: whether the region is most of the
+      step, in microbatches; `repeats`: whether some of it therefore runs twice; `windowed`: whether it runs on parts of
+      an image's rows instead of microbatches.
+    - `inner`: whether it is an inlined loop inside another loop, which the backward pass recomputes; for microbatches,
+      whether they are inside a loop of the user's; for rows, whether they are those of each microbatch.
     - `attention`: whether this is attention, `length` times at that line; `kernels`: whether it runs in kernels;
-      `gradient`: whether its gradient does (True in plans of earlier versions, which do not say).
+      `gradient`: whether its gradient does (True in plans of earlier versions, which lack the field).
     - `undone`: whether the backward pass computes the values of this loop, or of these blocks, from its results.
     """
 
@@ -73,7 +72,7 @@ class LoopForm:
             return f"blocks{where}: undone in the backward pass, from the last block's output"
         loop = f"loop of {self.length} iterations{where}"
         if self.inner:
-            return f"inner {loop}: runs again in the backward pass, planned from the inside"
+            return f"inner {loop}: recomputed in the backward pass, and inlined"
         if self.undone:
             return f"{loop}: undone in the backward pass, from its last carry"
         if nested(self.levels):

@@ -1,4 +1,4 @@
-"""What planning came to, in full: what is done with each value, what it costs, and what the compiler confirmed.
+"""The full result of planning: the decision about each value, its cost, and what the compiler confirmed.
 
 Seconds of planning by kind -> what a plan tells of them.
 """
@@ -19,7 +19,7 @@ from ._loop_forms import Copied, LoopForm
 
 @dataclass(frozen=True, slots=True)
 class PlanningTime:
-    """What planning took, in seconds of the clock.
+    """The wall-clock seconds of planning.
 
     **Fields:** `seconds` in all; of these `trace_seconds` to trace and normalise the step, `compile_seconds` for all
     compilations, `solve_seconds` in solvers; the rest is reading compiled modules, simulating and writing.
@@ -46,7 +46,7 @@ class PlanningTime:
 
     @property
     def work(self) -> str:
-        """Return what the search did, which no clock changes, in words."""
+        """Return a clause about the search's work, which does not depend on a clock."""
         plans, solves = ("" if count == 1 else "s" for count in (self.plans_compiled, self.solves))
         return f"{self.plans_compiled} plan{plans} compiled and {self.solves} solve{solves}"
 
@@ -62,7 +62,7 @@ class PlanningTime:
 
 
 UNTIMED = PlanningTime()
-"""Of plans that were made before planning was timed."""
+"""For plans that were made before planning was timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Outcome(Actions):
 
     @property
     def sent_again(self) -> str:
-        """What devices send each other again, in words; "" for nothing."""
+        """A clause about the data that devices send each other again; "" for nothing."""
         gathers = f"gather {self.gathered_again} arrays" if self.gathered_again else ""
         sums = f"add up {self.summed_again} sums" if self.summed_again else ""
         found = " and ".join(words for words in (gathers, sums) if words)
@@ -232,7 +232,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
     lines = [
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
         f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
-        + (f", of which {format_nbytes(plan.margin_nbytes)} are kept free" if plan.margin_nbytes else "")
+        + (f", {format_nbytes(plan.margin_nbytes)} of it kept free" if plan.margin_nbytes else "")
         + f"; the plain step needs {plan.plain_needs}"
         + (f", per device (of {plan.devices})" if plan.devices > 1 else ""),
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
@@ -264,7 +264,7 @@ def remarks(plan: Outcome) -> list[str]:
         found.append(f"made from the plan {plan.like[:12]} of the same step with other shapes")
     if plan.offloaded_nbytes:
         found.append(
-            f"offloaded {format_nbytes(plan.offloaded_nbytes)} in "
+            f"offloads {format_nbytes(plan.offloaded_nbytes)} in "
             f"{sum(a.action == 'offload' for a in plan.actions)} values to host memory; kernels wait "
             f"{plan.waiting:.2%} of the step for them"
         )
@@ -282,5 +282,5 @@ def remarks(plan: Outcome) -> list[str]:
     if any(each.planned > each.plain for each in plan.collectives):
         found.append(f"devices do {', '.join(map(str, plan.collectives))}")
     if plan.respect_checkpoint:
-        found.append("your own checkpoints are kept; their recomputation is not part of the overhead")
+        found.append("your own checkpoints are kept; the overhead excludes their recomputation")
     return found

@@ -28,7 +28,7 @@ class Report:
     outcome: Outcome
 
     def text(self, width: int = 100) -> str:
-        """Return the report as plain text of at most about so many columns."""
+        """Return the report as plain text, about `width` columns wide at most."""
         from ._text import rendered
 
         return rendered(self.outcome, width, colours=False)
@@ -50,7 +50,7 @@ class Report:
         target.write_text(self.text() if target.suffix == ".txt" else self.html(), encoding="utf-8")
 
     def summary_html(self) -> str:
-        """Return its beginning as a fragment of HTML: what was reached, and the memory over the step."""
+        """Return the beginning of the page as a fragment of HTML: the result, and the memory over the step."""
         return self._fragment(summary=True)
 
     def _repr_html_(self) -> str:

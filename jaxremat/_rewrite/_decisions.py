@@ -1,31 +1,31 @@
 """Equations -> the decisions among them that run once, whatever is recomputed.
 
-A decision makes something discrete of floats: a comparison, the indices of a sort, an argmax, a cast to integers. Two
-runs of the same equations differ in the last bit where a compiler makes other kernels of them, and so may what they
-decide. A mask of one run and the numbers of another do no harm where only entries within rounding of the threshold
-change sides: the step itself is as uncertain there. Five kinds do harm:
+A decision turns floats into something discrete: a comparison, the indices of a sort, an argmax, a cast to integers. Two
+runs of the same equations may differ in the last bit, because a compiler makes different kernels of them, and so may
+their decisions. A mask of one run and the numbers of another are harmless if only entries within rounding of the
+threshold change sides: the step itself is as uncertain there. Five kinds are harmful:
 
-1. A comparison that holds *by construction*: of a value with what was selected from it (the largest, the k-th of a
-   sort, a running maximum, a median), as they are or after arithmetic: `y - y.max() >= 0`. Made of two runs it fails
-   for the very entry that was selected. Such a comparison runs once; one in the backward pass compares what runs once.
-2. Whatever ends in integers: positions, indices, counts. One that changes moves all that is placed behind it. What was
-   placed by one run must not be read by another, so these run once, and so do the masks that they count and the
-   roundings that they are cast from. A factorisation decides too: about pivots, signs and a basis of equal
-   eigenvalues. Parts of two runs of one are factors of nothing. So does a draw by rejection.
-3. A value that a mask of its own keeps where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one
-   run lets the other's zero through, and the gradient is not a number; or its one, where the root is read by another
-   mask. So the value runs once that is guarded. So does a root of a difference of kind 1, which the maximum alone
-   keeps from being one of a number below zero.
-4. A number that is zero by construction, as a row's distance from itself in `y - y[:1]` or `y[:, None] - y`. With the
-   rows of another run it is not, and then it is above zero for a mask, and a root's derivative of it is as large as
-   that of any other. So what runs once is `y`, if a comparison or the edge of a domain reads the difference.
-5. A choice between two numbers, as `max(a, b)`, or a kink where they meet, as `abs(a - b)`. Which of the two gets the
-   cotangent may be uncertain, as where both are of one function; that one of them gets it is not. Masks of two runs
-   let it through to both, or to neither. So the comparison of two computed numbers runs once, as that of kind 1 does.
+1. A comparison that holds *by construction*: of a value with a selection from it (the largest, the k-th of a sort, a
+   running maximum, a median), directly or after arithmetic: `y - y.max() >= 0`. With values from two runs it fails for
+   the selected entry itself. Such a comparison runs once; in the backward pass, its operands run once.
+2. Operations that end in integers: positions, indices, counts. A changed position moves everything placed after it, and
+   values placed by one run must not be read by another. So these run once, and so do the masks that they count and the
+   roundings that they are cast from. Factorisations decide too, about pivots, signs and a basis of equal eigenvalues:
+   factors from two runs do not fit together. So do draws by rejection.
+3. A value that its own mask keeps in a function's domain, as in `sqrt(where(d > 0, d, 1))`. The mask of one run lets
+   the other's zero through, and the gradient is not a number; or lets its one through, if another mask reads the root.
+   So the guarded value runs once. So does a root of a difference of kind 1, which only the maximum keeps from being
+   the root of a negative number.
+4. A number that is zero by construction, such as a row's distance from itself in `y - y[:1]` or `y[:, None] - y`. With
+   rows from another run it is not zero: a mask then lets it through, and a root's derivative of it is as large as any.
+   So `y` runs once if a comparison or the edge of a domain reads the difference.
+5. A choice between two numbers, such as `max(a, b)`, or a kink where they meet, such as `abs(a - b)`. It may be
+   uncertain which of the two gets the cotangent, but exactly one must. Masks from two runs let it through to both, or
+   to neither. So the comparison of two computed numbers runs once, as in kind 1.
 
-What must be of one run where a function's derivative is large is found by `_domain_edges`.
+`_domain_edges` finds the values that must come from one run because a function's derivative is large.
 
-Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
+Invariant: under any schedule, a decision of these kinds and the values that it is combined with come from one run.
 """
 
 import functools

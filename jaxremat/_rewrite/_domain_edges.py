@@ -1,18 +1,17 @@
-"""Equations -> the numbers that are large where a function's domain ends, and what must be of one run beside them.
+"""Equations -> the numbers that are large at the edge of a function's domain, and the values that must share a run.
 
-In `sqrt(max(a + b - c, 0) + eps)` the derivative is of order 1 / sqrt(eps) where almost nothing is left of the
-difference, and hangs on the last bit of it. In the plain step what is made of one such number agrees with what is made
-of another, to rounding; where each is of a run of its own, it does not. So these are of one run:
+In `sqrt(max(a + b - c, 0) + eps)` the derivative is of order 1 / sqrt(eps) where the difference nearly vanishes, and
+depends on its last bit. In the plain step, results of one such number agree with results of another up to rounding;
+with numbers from separate runs they do not. So these come from one run:
 
 - a large cotangent with several readers: it goes to `a`, `b` and `c`, where it cancels;
 - a large number of the forward pass that the backward pass reads several times;
 - the difference, where the backward pass reads several numbers that are large by it (as of `x / d`), or a large one and
   another function of the same root: in `cos(sqrt(d))` a small sine meets the root's large derivative. Of an arc cosine
   the operand takes the difference's place, which is taken unseen;
-- what the forward pass itself multiplies large numbers by, or adds to them, as where second derivatives are taken:
-  only what cancels in there keeps those finite. Statistics of many numbers are not followed so: a variance is hardly
-  ever near nothing;
-- a light difference, as a variance, in place of the large cotangent, which would be a kernel of its own.
+- the factors and summands of large numbers in the forward pass itself, as in second derivatives, which only
+  cancellation keeps finite. Statistics of many numbers are exempt: a variance is hardly ever near zero;
+- a cheap difference, such as a variance, instead of the large cotangent, which would need a separate kernel.
 """
 
 import functools

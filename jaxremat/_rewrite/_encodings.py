@@ -1,15 +1,15 @@
-"""Equations -> the same with copies of large values in fewer bits, of which the backward pass may make them again.
+"""Equations -> the same with copies of large values in fewer bits, from which the backward pass may restore them.
 
-What a value is encoded to, and what is decoded from that, are equations behind the one that makes it, and all that read
-the value read what is decoded. Each is a value like others: the planner saves it whole, or its copy, or makes it again.
-Chosen are values that are expensive to make again: what a contraction makes or a loop carries, and sums of such. What
-is made of one of them, entry by entry, costs about as much to make of it as to decode.
+Encoding and decoding are equations after the one that makes the value, and all readers read the decoded value. These
+are values like others: the planner saves the value whole, or saves its copy, or recomputes it. Only values that are
+expensive to recompute have copies: results of contractions, carries of loops, and their sums. Pointwise results of
+these cost about as much to recompute as to decode.
 
-Law: where the value itself is there, nothing is decoded (see `_emit._emit`), so that the forward pass computes what
-it computes without copies.
+Law: where the value itself is in memory, nothing is decoded (see `_emit._emit`), so the forward pass computes the same
+as without copies.
 
-Masks of random words, as dropout's, are packed, eight to a byte, whatever is allowed: that is exact, and what is
-unpacked is read in the mask's place.
+Masks of random words, such as dropout's, are packed eight to a byte, whatever is allowed: this is exact, and the
+unpacked mask takes the mask's place.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,9 +1,8 @@
-"""Section of a loop -> the same with copies from host memory that begin one after the other, as they are needed.
+"""Section of a loop -> the same with copies from host memory that begin in turn, as they are needed.
 
-The compiler has few copies under way at once, and begins each so long before its first reader that an iteration with
-many waits for most of them at its start. Here an iteration reads a row of an array in host memory at an index that
-passes a barrier, with what the first readers of the copy before the last have made: so no more than two copies are
-under way, and none is waited for before it is wanted.
+The compiler runs few copies at once, and begins each so early that an iteration with many waits for most of them at its
+start. Here the index of a row in host memory passes a barrier together with the results of the first readers of the
+copy before the last: at most two copies are under way, and kernels wait for none before they need it.
 
 Law: the same rows.
 """
@@ -22,7 +21,7 @@ from ._flat_program import Loop
 from ._loop_inlining import Section, append, row_at
 
 
-@mechanism("copies of rows in turn", off=lambda *_: False)
+@mechanism("row copies in turn", off=lambda *_: False)
 def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) -> bool:
     """Have the copies of a section begin in turn, and return whether any waits for another.
 

@@ -1,10 +1,9 @@
-"""Flat jaxpr of a function that is differentiated later -> the ways of doing it part after part, and what each is.
+"""Flat jaxpr of a function that is differentiated later -> its divisions into parts, and the function in parts.
 
-By hand it is `lax.scan` of a `jax.checkpoint` over chunks of tokens, rays or rows of logits. What is a scan here is
-planned as any scan of such a function: whoever differentiates it keeps what goes into the scan, what comes out, and of
-each part what the plan saves.
+By hand this is a `lax.scan` of a `jax.checkpoint` over chunks of tokens, rays or rows of logits. The scan is planned as
+any scan of such a function: its operands and results are kept, and for each part the values that the plan saves.
 
-Law: as those of `_row_regions` and `_row_chunks`. What is random is drawn before, all of it.
+Law: as those of `_row_regions` and `_row_chunks`. All random numbers are drawn before the scan.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
-"""Equations, where operands have to be gathered -> the same with each gather an equation of its own.
+"""Equations with gathered operands -> the same with each gather as a separate equation.
 
-A product of an operand that is divided over devices along an axis over which the result is not divided likewise needs
-it whole: the compiler gathers it, once for all products that read it, and keeps what it has gathered until the last of
-them has run. As a value of the program that is something a plan can know of: keep it, or gather it again. Law: the
-same results, by the same collectives.
+A product needs an operand whole if the operand is sharded along an axis along which the result is not: the compiler
+gathers it, once for all products that read it, and keeps the gathered array until the last of them has run. As a value
+of the program, a plan can keep it or gather it again. Law: the same results, by the same collectives.
 """
 
 import math

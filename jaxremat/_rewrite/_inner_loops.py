@@ -23,7 +23,7 @@ from ._loop_closing import without_unread
 from ._loop_inlining import Opener, operands, pairs
 
 
-@mechanism("pairs of loops in loops inlined", off=lambda *_: {})
+@mechanism("inner loops inlined", off=lambda *_: {})
 def inner_pairs(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> dict[int, int]:

@@ -67,7 +67,7 @@ def replaced(backend: Backend) -> Callable[[Any], bool]:
     return partial(_is_replaced, backend.fuses_reductions)
 
 
-@mechanism("kernels of its own choice", off=lambda *_: False)
+@mechanism("kernel choice", off=lambda *_: False)
 def _is_replaced(fuses_reductions: bool, eqn: jex.JaxprEqn) -> bool:
     if fuses_reductions:
         return is_transposed(eqn) or is_marked(eqn) or has_entry_gradient(eqn)

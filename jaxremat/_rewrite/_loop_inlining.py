@@ -1,24 +1,25 @@
 """Flat equations -> the same with loops inlined, so that what happens inside an iteration can be planned.
 
-A scan that is inlined becomes a *section* of equations: those of its body, for one iteration, and four kinds of
-others that tie the iteration to the rest,
+An inlined scan becomes a *section* of equations: those of its body, for one iteration, and five kinds of others that
+connect the iteration to the rest,
 
-    scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array scan_carry   init -> c
-    the carry as this iteration finds it scan_last    c' -> last              the carry as it leaves it; behind the
-    loop, as the last one does scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is
-    the slice that it is written over, or a zero, of which the array is made, and not before it scan_part    X[N, ...],
-    i -> x[...]  the row of an array that loops with nested checkpointing (`_nested_checkpointing`) read at an index
+    scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
+    scan_carry   init -> c               the carry at the start of this iteration
+    scan_last    c' -> last              the carry at its end; after the loop, that of the last iteration
+    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is the slice that it
+                                         overwrites, or a zero, of which the array is made, and not before it
+    scan_part    X[N, ...], i -> x[...]  the row of an array that nested checkpointing reads at an index
 
-and what is the same in all iterations is read directly. Two kinds of scans are inlined:
+while loop-invariant values are read directly. Two kinds of scans are inlined:
 
-- *pairs*: a scan of the forward pass and the one that automatic differentiation made of it, which runs backward and
-  reads what the former stacked. The backward section reads the forward section's own variables; in which form an
-  iteration of one hands them to that of the other (stacked, or recomputed from what is) is decided by the plan. Both
-  belong to one *group*, in which the slices of one array are the same value.
-- scans that hold a forward and a backward pass of their own, as gradient accumulation does, and those that
-  `_nested_checkpointing` makes, whose primitive is `APART`.
+- *pairs*: a scan of the forward pass and the one that automatic differentiation derives from it, which runs backward
+  and reads the former's stacks. The backward section reads the forward section's own variables; the plan decides in
+  which form it gets them (stacked, or recomputed from stacked ones). Both belong to one *group*, in which the slices of
+  one array are the same value.
+- scans that contain a forward and a backward pass, such as gradient accumulation, and those of
+  `_nested_checkpointing`, whose primitive is `APART`.
 
-`_loop_closing` makes scans of the sections again.
+`_loop_closing` turns the sections into scans again.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Equations -> the same, with masks made of a function's result that were made of its operand.
+"""Equations -> the same, with masks computed from a function's result instead of its operand.
 
-The gradient of `max(x, 0)` wants the mask `x > 0`, for which `x` is kept although the result is, too: it is what the
-next layer multiplies. But where `y = min(max(x, low), high)` a comparison of `x` with a number says the same of `y`, if
-the number is within these limits, so that all below them stays on its side, and all above:
+The gradient of `max(x, 0)` needs the mask `x > 0`, for which `x` is kept although the result is kept too, as an operand
+of the next layer. But if `y = min(max(x, low), high)`, a comparison of `x` with a number within these limits equals
+that of `y`, because values beyond the limits stay on their side:
 
     y > t, y <= t  as  x > t, x <= t   if  low <= t < high
     y >= t, y < t  as  x >= t, x < t   if  low < t <= high
@@ -10,9 +10,9 @@ the number is within these limits, so that all below them stays on its side, and
 
 Comparisons with NaN are false but for `!=`, and `max`, `min` and `clamp` pass NaN on; `-0.0` equals `0.0` everywhere.
 
-Law: every value of the step is what it was, bit by bit, and equations keep their places. A mask reads the result where
-the backward pass has that in memory for a contraction, and wants nothing else of what the operand is made of: with
-batch normalisation between, what it is made of is kept all the same.
+Law: every value of the step is bitwise unchanged, and equations keep their places. A mask reads the result if the
+backward pass has it in memory for a contraction, and needs nothing else from which the operand is computed: with batch
+normalisation in between, these values are kept in any case.
 """
 
 import math

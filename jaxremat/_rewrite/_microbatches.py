@@ -1,11 +1,11 @@
-"""Flat equations -> those of a step that can be done for some of its examples after the others.
+"""Flat equations -> those of a step that can run on one part of its examples at a time.
 
-Where no statistics cross the batch, what a step makes of an example, forward and backward, depends on that example
-alone, and gradients are sums over examples. A loop over *microbatches* then needs a fraction of the activations, runs
-no operation twice, and reads the parameters once for each: gradient accumulation, as many write it by hand. Within the
-loop is a forward and a backward pass, which are planned as those of any step.
+If no statistics cross the batch, forward and backward work on an example depends on that example alone, and gradients
+are sums over examples. A loop over *microbatches* then needs a fraction of the activations, runs no operation twice,
+and reads the parameters once per microbatch: gradient accumulation. The loop contains a forward and a backward pass,
+which are planned as those of any step.
 
-Law: as that of `_row_regions`. What is random stays as it is: all of it is drawn before the loop.
+Law: as that of `_row_regions`. All random numbers are drawn before the loop.
 """
 
 from collections.abc import Collection, Sequence

@@ -283,13 +283,13 @@ PLAIN_PASSES = (
         lambda program, task: program.with_same(
             with_eqns(program.closed, without_unread(program.eqns, program.closed.jaxpr.outvars, {"scan"}))
         ),
-        "No scan stacks what nobody reads, as JAX does for gradients that end in a `stop_gradient`.",
+        "Scans stack only results that are read. JAX stacks more for gradients that end in a `stop_gradient`.",
         lambda task: not task.source.respect_checkpoint,  # bodies stay as they are
     ),
     Pass(
         "pooling",
         lambda program, task: FlatProgram.of(pooled_by_place(program.closed, early=not task.source.apart)),
-        "The gradient of max pooling reads places, not the operand.",
+        "The gradient of max pooling reads positions, not the operand.",
     ),
     Pass(
         "row batches",
@@ -299,20 +299,20 @@ PLAIN_PASSES = (
     Pass(
         "bits",
         lambda program, task: with_copies(program),
-        "Masks of random words are kept in bits.",
+        "Masks of random words are saved as bits.",
     ),
     Pass(
         "gathers",
         lambda program, task: FlatProgram.of(gathered(program.closed, task.source.gathers)).anew(
             encoded=program.encoded
         ),
-        "What an equation gathers of a divided operand is a value of its own.",
+        "The gathered form of a sharded operand is a separate value.",
         lambda task: bool(task.source.gathers),
     ),
     Pass(
         "cotangents",
         lambda program, task: program.with_same(with_names(program.closed)),
-        "Cotangents that are read often and expensive to repeat in kernels have a name.",
+        "Cotangents that are read often and expensive to recompute in kernels have a name.",
     ),
 )
 
@@ -320,7 +320,7 @@ MERGING_PASSES = (
     Pass(
         "equals",
         lambda program, task: merged_equals(program, task.inliner),
-        "No two equal pure equations: the user's own checkpoints are undone.",
+        "No two pure equations are equal: the user's own checkpoints are undone.",
         optional=False,
     ),
     Pass(
@@ -335,37 +335,37 @@ FORM_PASSES = (
     Pass(
         "rows",
         _in_chunks,
-        "Regions of rows, or most of the step, are done chunk after chunk.",
+        "Regions of rows, or most of the step, run one chunk at a time.",
         lambda task: bool(task.form.settings(ROWS)),
         optional=False,
     ),
     Pass(
         "streams",
         lambda program, task: with_streamed_stacks(program),
-        "Of stacks in host memory that loops read each iteration copies its row.",
+        "Each iteration copies its row of a stack in host memory.",
     ),
     Pass(
         "updates",
         lambda program, task: with_optimizer_in_backward(program, task.source.donated),
-        "Backward loops in another form make the optimizer's updates, and stack no gradients.",
+        "Backward loops in another form apply the optimizer's updates, and stack no gradients.",
     ),
     Pass(
         "reversed loops",
         lambda program, task: loops_in_reverse(program, task.inliner),
-        "Pairs that are undone keep only what the forward loop ends with.",
+        "Undone pairs of loops keep only the last carry of the forward loop.",
         lambda task: bool(task.form.settings(REVERSED)),
         optional=False,
     ),
     Pass(
         "levels",
         lambda program, task: segmented(program, task.inliner),
-        "Pairs of loops are in the levels of the form.",
+        "Pairs of loops are split into the levels of the form.",
         optional=False,
     ),
     Pass(
         "loops",
         lambda program, task: inline_loops(program, task.inliner, inner=bool(task.form.settings(INNER))),
-        "The iterations of loops that hold both passes, or are one of a pair, are sections of equations.",
+        "Iterations of loops that contain both passes, or belong to a pair, are sections of equations.",
         optional=False,
     ),
     Pass(
@@ -380,30 +380,30 @@ FORM_PASSES = (
     Pass(
         "reversed chains",
         lambda program, task: chains_in_reverse(program),
-        "The backward pass computes the values of chains of blocks from what comes out of the last.",
+        "The backward pass computes the values of chains of blocks from the last block's output.",
         lambda task: 0 in task.form.settings(REVERSED),
         optional=False,
     ),
     Pass(
         "selections",
         lambda program, task: program.with_same(marked(program.closed, program.alive)),
-        "No two kernels make what is compared with what was selected from it.",
+        "A value is computed once if it is compared with a selection from it.",
     ),
     Pass(
         "copies",
         lambda program, task: with_copies(program, task.form.settings(COPIES).get(0, ())),
-        "Large values have copies in fewer bits; masks of random words made in loops are kept in bits.",
+        "Large values have copies in fewer bits; masks of random words in loops are saved as bits.",
     ),
     Pass(
         "order",
         _in_order,
-        "Live equations alone, in the order that keeps the least memory.",
+        "Only live equations, in the order that needs the least memory.",
         optional=False,
     ),
     Pass(
         "masks",
         lambda program, task: with_results(program),
-        "Masks read results where operands need not be kept then.",
+        "Masks read results where this saves keeping the operands.",
         # Copies in fewer bits are of what masks read: a result would be kept whole for them.
         lambda task: not task.source.apart and not task.form.settings(COPIES),
     ),

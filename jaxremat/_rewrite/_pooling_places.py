@@ -1,9 +1,9 @@
-"""Equations -> the same, with gradients of max-pooling made of the places of the maxima in their windows.
+"""Equations -> the same, with gradients of max-pooling computed from the positions of the maxima in their windows.
 
-JAX's gradient of a max-pooling reads what was pooled, finds the maxima again, and scatters: the compilers make index
-arrays of it, several times the size of the pooled values, or fill zeros long before it runs. The place of a maximum
-in its window is one byte. Found where the pooling reads the same windows anyway, it is all that the gradient reads
-besides its cotangent, and each entry of the gradient is a sum over the windows that it is in.
+JAX's gradient of a max-pooling reads the pooled operand, finds the maxima again, and scatters: the compilers make index
+arrays for this, several times the size of the pooled values, or fill zeros long before it runs. The position of a
+maximum in its window is one byte. It is found where the pooling reads the same windows anyway, and is all that the
+gradient reads besides its cotangent: each entry of the gradient is a sum over the windows that contain it.
 
 Law: the same values up to the order in which overlapping windows add up, of equal maxima the first counts, as in XLA.
 The places stand right behind the pooling, if it is there, else before the gradient.

@@ -1,4 +1,4 @@
-"""Flat program -> who makes and who reads each of its values."""
+"""Flat program -> the maker and the readers of each of its values."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property

@@ -1,11 +1,10 @@
-"""Equations -> the same, whose backward pass computes a chain of blocks' values from what comes out of the last.
+"""Equations -> the same, whose backward pass computes a chain of blocks' values from the last block's output.
 
-Where what comes out of a block gives what went in (see `_inverses`), as of reversible couplings, the blocks are undone
-one after the other, the last first, right before the backward pass wants what is inside of them. Of the whole chain
-only what comes out of it need be kept.
+If a block's input follows from its output (see `_inverses`), as in reversible couplings, the blocks are undone from the
+last to the first, each right before the backward pass needs its values. Only the output of the whole chain is kept.
 
-A block is found as the least stretch of the forward pass, from its end on, of which all follows that is read on its way
-from before: what is in memory there. What takes no contraction to make is taken for known.
+A block is the shortest stretch of the forward pass, from its end backward, from whose output all values in memory
+before it follow. Values that need no contraction are assumed to be known.
 """
 
 from collections.abc import Sequence

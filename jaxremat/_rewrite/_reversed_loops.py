@@ -1,16 +1,16 @@
-"""Flat equations -> the same with pairs of scans that keep nothing but what the forward scan ends with.
+"""Flat equations -> the same with pairs of scans that keep only the last carry of the forward scan.
 
-Where an iteration's carries follow from those that it leaves (see `_inverses`), as of reversible couplings, the way
-back needs no carry kept: a pair
+If an iteration's carries follow from those that it returns (see `_inverses`), as in reversible couplings, no other
+carry needs to be kept: a pair
 
     c, R = scan(forward, c0, X)                g, Y = scan(backward, g0, (R, X), reverse)
 
-becomes a forward scan that stacks nothing, and one that makes of `c` the carry of the iteration before, with it what
-the backward scan would have read, and runs that:
+becomes a forward scan that stacks nothing, and a scan that computes from `c` the carry of the previous iteration and
+the values that the backward scan reads, and runs the backward pass:
 
     c = scan(forward, c0, X)                   g, c, Y = scan(R, c = back(c, X); backward, (g0, c), X, reverse)
 
-The latter holds a forward and a backward pass, and is planned as any loop that does.
+The latter contains a forward and a backward pass, and is planned as any such loop.
 """
 
 from collections.abc import Sequence

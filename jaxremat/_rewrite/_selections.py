@@ -1,14 +1,14 @@
-"""Comparisons of a value with what was selected from it -> the same, where no two kernels make what they compare.
+"""Comparisons of a value with a selection from it -> the same, with both computed from one run of the value.
 
-The gradient of a maximum asks which operand equals it. Made again an operand may differ in its last bit from what it
-was when the maximum was taken: then none equals it, and the gradient is lost. The same is true of whatever compares a
-value with what was selected from it, as of entries not smaller than the k-th largest.
+The gradient of a maximum asks which operand equals it. A recomputed operand may differ in its last bit: then none
+equals the maximum, and the gradient is lost. The same holds for every comparison of a value with a selection from it,
+such as of entries with the k-th largest.
 
-Law: a comparison of an operand with the larger of two is one of the two, exactly. What else compares so runs once
-(`_decisions`). Compilers too repeat pointwise work in kernels that select and in kernels that compare: what both are of
-passes a barrier, and so does the mask, of which the compiler would else keep the operand for the backward pass, four
-times the size. So does a comparison of two computed numbers that several read: a compiler makes it anew in each kernel
-that reads it, from a difference that one kernel rounds and another does not.
+Law: a comparison of an operand with the larger of two becomes a comparison of the two, exactly. Other such comparisons
+run once (`_decisions`). Compilers also repeat pointwise work, in kernels that select and in kernels that compare.
+Therefore the common operand passes a barrier, and so does the mask: otherwise the compiler keeps the mask's operand for
+the backward pass, at four times the size. A comparison of two computed numbers with several readers passes a barrier
+too: a compiler repeats it in each kernel that reads it, from a difference that one kernel rounds and another does not.
 """
 
 from collections import Counter

@@ -1,9 +1,8 @@
-"""Scans that are not inlined -> the same, where iterations make for themselves what grows out of little, or of nothing.
+"""Scans that are not inlined -> the same, with loop-invariant values of small or no operands computed in the body.
 
-JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
-that masked scores are replaced by. Attention whose mask is an array from outside has that array for an operand; with
-the mask made in the body it reads positions alone (see `_attention`), and nothing is as large as the scores. Law: the
-same results.
+JAX computes loop-invariant values before the loop: an attention's mask as large as its scores, or the number that
+replaces masked scores. Attention whose mask comes from outside has that array as an operand; with the mask computed in
+the body it reads only positions (see `_attention`), and nothing is as large as the scores. Law: the same results.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,7 +37,7 @@ def grows(eqn: jex.JaxprEqn) -> bool:
     return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
 
 
-@mechanism("what iterations make themselves", off=lambda eqns, _: list(eqns))
+@mechanism("sinking into loops", off=lambda eqns, _: list(eqns))
 def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[jex.JaxprEqn]:
     """Return equations of which the chosen scans make such values themselves."""
     made = _makers(eqns)

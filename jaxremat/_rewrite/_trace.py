@@ -277,7 +277,7 @@ def trace(
         if origin in found:
             continue
         warn(
-            f"{origin} has no effect: it is inside a `{primitive}`, which is saved or recomputed as a whole. "
+            f"{origin} has no effect inside a `{primitive}`, which is saved or recomputed as a whole. "
             "Mark its operands or results instead."
         )
     return traced

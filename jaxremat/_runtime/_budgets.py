@@ -1,4 +1,4 @@
-"""What a user writes as a budget -> bytes, a share of something, or the least: the one grammar of budgets.
+"""A budget as the user writes it -> bytes, a share of something, or the least: the grammar of budgets.
 
 | Written | Means |
 |---|---|
@@ -62,7 +62,9 @@ def read_budget(budget: Budget, grammar: str = OF_STEPS) -> int | Share | Litera
         if match := _PERCENT.fullmatch(budget):
             percent, whole = float(match[1]), (match[2] or "peak").lower()
             if whole not in _WHOLES:
-                raise BudgetError(f"The budget {budget!r} is a share of something unknown. Write {grammar}.")
+                raise BudgetError(
+                    f"The budget {budget!r} is a share of an unknown quantity. Write {grammar}."
+                )
             if not 0 < percent <= 100:
                 raise BudgetError(
                     f"The budget {budget!r} is not a share between 0 and 100%. Write {grammar}."
@@ -98,7 +100,7 @@ def parse_budget(
         return int(found.share * device_nbytes)
     if plain is None:
         raise BudgetError(
-            f"The budget {budget!r} is a share of a step, but there is no step here. Write {BYTES}."
+            f"The budget {budget!r} is a share of a step's memory, but there is no step here. Write {BYTES}."
         )
     base, temporaries = plain()
     if found.whole == "temporaries":

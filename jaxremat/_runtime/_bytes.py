@@ -33,7 +33,7 @@ def parse_nbytes(text: object, spellings: str = BYTES) -> int:
     else:
         nbytes = text
     if not math.isfinite(nbytes) or nbytes < 1 or (isinstance(text, float) and nbytes != int(nbytes)):
-        raise BudgetError(f"The budget {text!r} is not a whole positive number of bytes. Write {spellings}.")
+        raise BudgetError(f"The budget {text!r} is not a positive whole number of bytes. Write {spellings}.")
     return int(nbytes)
 
 

@@ -47,7 +47,7 @@ class TargetError(JaxrematError, RuntimeError):
 
 
 class HostMemoryError(TargetError):
-    """Host memory that a plan or `jaxremat.to_host` uses, and that a device does not have or refuses."""
+    """Host memory that a plan or `jaxremat.to_host` needs, but that a device lacks or cannot allocate."""
 
 
 Reason = Literal["refused", "memory", "time", "lost"]
@@ -147,7 +147,7 @@ class InfeasibleHintError(InfeasibleBudgetError):
 
 
 class JaxrematWarning(UserWarning):
-    """Something that works, but probably not as the user wants it."""
+    """A step that runs, but probably not as intended."""
 
 
 for _each in list(globals().values()):

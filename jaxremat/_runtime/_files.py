@@ -113,7 +113,7 @@ class Written:
             version = data.pop(key)
             if version != number and (data := cls.upgraded(data, version)) is None:
                 raise PlanMismatchError(
-                    f"The {what} has format {version}, this jaxremat reads format {number}. {again}."
+                    f"The {what} has format {version}, but this jaxremat reads format {number}. {again}."
                 )
             return read(cls, data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

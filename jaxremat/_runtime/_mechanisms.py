@@ -66,7 +66,7 @@ def switched_off(*names: str) -> Iterator[None]:
     """Do without these mechanisms. **Raises:** ValueError where there is none of that name."""
     if unknown := set(names) - _known:
         raise ValueError(
-            f"no mechanism is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(_known))}"
+            f"no mechanism is called {', '.join(sorted(unknown))}; the mechanisms are {', '.join(sorted(_known))}"
         )
     added = set(names) - disabled
     disabled.update(added)

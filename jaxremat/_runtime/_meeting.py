@@ -138,14 +138,13 @@ class Meeting:
         elif beat is None and now - since > ARRIVING_SECONDS:
             raise ProcessError(
                 f"Process {process} did not join the planning of this step within {ARRIVING_SECONDS:.0f} s. "
-                "Every process that has devices of the step must call it, or ask for its plan, as with any "
-                "shared computation.",
+                "Every process that has devices of the step must call the step, or ask for its plan.",
                 process=process,
             )
         elif beat is not None and now - since > SILENT_SECONDS:
             raise ProcessError(
-                f"Process {process} stopped while the step was being planned: it has said nothing for "
-                f"{SILENT_SECONDS:.0f} s. Its own output says why; start the job again.",
+                f"Process {process} stopped responding while the step was being planned ({SILENT_SECONDS:.0f} s ago). "
+                "Read its own output for the cause, and restart the job.",
                 process=process,
             )
 
@@ -163,7 +162,7 @@ class Meeting:
         except Exception as error:
             raise ProcessError(
                 "Process 0, which passes messages between the processes of this job, cannot be reached: "
-                f"{error}. Its own output says why; start the job again.",
+                f"{error}. Read its own output for the cause, and restart the job.",
                 process=0,
             ) from error
 

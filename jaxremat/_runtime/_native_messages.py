@@ -1,4 +1,4 @@
-"""What libraries in C write to standard error -> the same, less the lines that match a pattern.
+"""Standard error of C libraries -> the same without the lines that match a pattern.
 
 They write to the file descriptor, before and beside Python's logging, so the descriptor stands for a file meanwhile.
 Law: every other line is there when the context ends, in order. Only a process that is killed within it loses some.

@@ -1,8 +1,8 @@
-"""A request -> the answer of a process of our own, or `WorkerLostError`; law: never later than asked, whatever it does.
+"""A request -> the answer of a worker process, or `WorkerLostError`; law: never later than requested.
 
-For libraries in C that may crash or go on past their time limit. A worker is started when first asked for and used
-again; threads that ask at once have one each. It is ended where it crashes or is late, where Ctrl-C ends the waiting,
-and with this process. Processes forked from this one start workers of their own.
+For C libraries that may crash or exceed their time limit. A worker starts on the first request and is reused;
+concurrent threads have one each. It ends if it crashes or is late, on Ctrl-C, and with this process. Processes forked
+from this one start separate workers.
 """
 
 import atexit
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 _START_SECONDS = 120.0
-"""A machine may be busy; a worker that is not there by then never will be."""
+"""A busy machine starts a worker within this time; one that is later never starts."""
 
 _POLL_SECONDS = 0.5
-"""Where another thread is given the signal, waiting for a worker is interrupted after so long."""
+"""If another thread receives the signal, waiting for a worker is interrupted after this time."""
 
 _MOST_IDLE = 2
 """Workers of one kind that wait for the next request; others end with their answer."""
 
 
 _LINES_SHOWN = 10
-"""Of what a worker printed last before it ended, or from the check on that failed in it."""
+"""Last lines of a worker's output that an error shows, from the failed check on."""
 
 
 class WorkerLostError(Exception):
@@ -39,7 +39,7 @@ class WorkerLateError(WorkerLostError):
 
 
 class WorkerRefusedError(WorkerLostError):
-    """What `answer` of a worker's script raised."""
+    """An exception of `answer` in a worker's script."""
 
 
 def ask(script: Path, request: object, seconds: float = math.inf) -> Any:

@@ -1,4 +1,4 @@
-"""What runs in a worker: the path of a Python file that defines `answer` -> its replies to requests, until they end.
+"""The main loop of a worker: path of a Python file that defines `answer` -> its replies to requests, until they end.
 
 Run as a script by `_worker`, with the number of its end of a pipe. Imports nothing of this library, so that it starts
 quickly. Law: the process ends as soon as the pipe does, also in the middle of an answer, so that it never outlives

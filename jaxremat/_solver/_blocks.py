@@ -52,10 +52,10 @@ LEAST_GROUPS = 8
 """Stages of a group, and groups, where there are as many stages."""
 
 POINTS = 16
-"""Of a frontier, at most."""
+"""The most points of a frontier."""
 
 MOST_NODES = 1000
-"""Of branch and bound, for each point: most need one."""
+"""Branch-and-bound nodes for each point: most need one."""
 
 MOST_FOUND = 4096
 """Frontiers that are remembered."""
@@ -321,10 +321,10 @@ PROGRAMS_PER_SECOND = 40
 """Integer programs of blocks that a second of the time limit stands for: a count, so that no clock changes a plan."""
 
 LEAST_POINTS = 2
-"""Of a frontier, besides its ends, however many blocks there are."""
+"""The fewest points of a frontier besides its ends, for any number of blocks."""
 
 LEAST_SLACK = 0.002
-"""The least memory may be exceeded by this share of what the plain step has live, for the sake of time."""
+"""Slack above the least memory, as a share of the plain step's live bytes, that saves time."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from ._interface import Solution
 
 @dataclass(frozen=True)
 class Chen:
-    """The sublinear plan.
+    """Checkpoints between segments of equal size (Chen et al., 2016).
 
-    **Arguments:** `segments`: how many; None tries the square root of the number of stages and numbers around it (as
-    the paper's budget search does), and takes the cheapest that fits, or the one of least peak.
+    **Arguments:** `segments`: their number; None tries numbers around the square root of the number of stages (as the
+    paper's budget search does), and takes the cheapest that fits, or the one of least peak.
     """
 
     segments: int | None = None

@@ -1,18 +1,17 @@
-"""Values that may be in host memory meanwhile -> what their copies take of the link, in rows of an integer program.
+"""Values that may be offloaded -> the link time of their copies, in rows of an integer program.
 
-`Graph.away` says by the clock of the plain step when a value has left and when its way back begins, if it is the only
-one. Copies wait for one another:
+`Graph.away` says, by the clock of the plain step, when a single value would have left and when its copy back would
+begin. Copies wait for one another:
 
-- what is to leave is here for longer. At a node, of what was made since some value v and would be gone by itself, at
-  most what the link carries in between has gone; the rest, `waiting`, counts as memory.
-- what comes back is late. Of what begins its way back in stage j or later and is wanted in stage k or before, all must
-  come within these stages; where they, with what they recompute, are too short, the step waits.
-
-- of what a loop stacks, all copies of an iteration must be over with it, or the loop waits.
+- Copies to the host end later. At a node, at most what the link carries since some value v was made has left; the rest
+  of the values that would be gone by themselves, `waiting`, counts as memory.
+- Copies back end later. All copies that begin in stage j or later and are needed in stage k or before must end within
+  these stages; if the stages, with their recomputation, are too short, the step waits.
+- All copies of a loop's iteration must end with it, or the loop waits.
 
 All are linear, and never more than what the simulator finds.
 
-Save what there is, and have as much of it in host memory meanwhile as the budget asks for.
+A heuristic saves everything, and offloads as much as the budget requires.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from ._mincut import MinCut
 from ._moments import MIB
 
 CANDIDATES = 12
-"""Of the values from which on copies may wait for one another so many are looked at, in even distances."""
+"""The number of values v, evenly spaced, for which there are such rows."""
 
 
 class HostLink:
@@ -126,7 +125,7 @@ class HostLink:
 
 
 LEVELS = (1.0, 0.5, 0.25, 0.0)
-"""What is recomputed to begin with leaves this share of what the plain step is above the budget."""
+"""Shares of the plain step's excess over the budget that the initial recomputation leaves."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Priced(Protocol):
 
 @dataclass(frozen=True)
 class Lagrangian:
-    """What schedules of a graph cost where a byte of the peak has a price."""
+    """The cost of a graph's schedules if each byte of the peak has a price."""
 
     graph: Graph
     price: float

@@ -1,8 +1,8 @@
-"""Variables, rows and an objective as plain data -> the answer of an integer programming solver that cannot hurt us.
+"""Variables, rows and an objective as plain data -> the answer of an integer programming solver in another process.
 
-The solver runs in a worker (`_mip_worker`): here is nothing of its memory, and its crash or its hanging is the loss of
-an attempt. Laws: a limit on nodes ends the search, so that equal programs have equal answers, and are solved once by a
-process; `optimize` answers at most `GRACE_SECONDS` after its time limit, which is a guard.
+The solver runs in a worker (`_mip_worker`), so a crash or a hang costs only one attempt. Laws: a limit on nodes ends
+the search, so equal programs have equal answers, and a process solves them once; `optimize` answers at most
+`GRACE_SECONDS` after its time limit, which is a guard.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ ATTEMPTS = (("CBC", True), ("CBC", False), ("HIGHS", True))
 preprocessing, which is off."""
 
 GRACE_SECONDS = 10.0
-"""What a solver may take beyond its time limit, for the reading of the program and for ending."""
+"""Seconds beyond the time limit, for reading the program and for ending."""
 
 MOST_NODES = 2**31 - 1
 
@@ -38,7 +38,7 @@ Term = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found within the limits.
+    """The result within the limits.
 
     **Attributes:** `status` as python-mip names it, or `LOST`; `bound` on the objective; `values` of the variables;
     `late` whether the clock ended the search.
@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def infeasible(self) -> bool:
-        """Whether it is proven that nothing meets the rows."""
+        """Whether the rows are proven infeasible."""
         return self.status in ("INFEASIBLE", "INT_INFEASIBLE")
 
 
@@ -132,7 +132,7 @@ class IntegerProgram:
             if late:
                 interrupt()
             self.failures.append(f"{engine}{'' if heuristics else ' without heuristics'}: {why}")
-            logger.info("a solver's attempt is lost: %s", self.failures[-1])
+            logger.info("a solver failed: %s", self.failures[-1])
         return Answer("LOST", late=late)
 
     def attempt(self, engine: str, heuristics: bool, seconds: float, nodes: int = MOST_NODES) -> Answer:

@@ -1,4 +1,4 @@
-"""What every solver is: a graph and a budget in, a schedule and the evidence for its quality out.
+"""The interface of solvers: a graph and a budget in, a schedule and the evidence for its quality out.
 
 The rules, which `jaxremat.testing.check_solver` holds a solver to:
 
@@ -24,9 +24,9 @@ from .._model._schedule import Schedule
 class Solution:
     """A schedule, and how good it is known to be.
 
-    **Fields:** `schedule`; `lower_bound`: no schedule within the budget that recomputes for every stage afresh costs
-    less than this share of the step's time (0 where nothing is known); `proven`: whether the search finished instead of
-    running out of time; then, if the schedule exceeds the budget, no schedule that recomputes for every stage afresh
+    **Fields:** `schedule`; `lower_bound`: no schedule within the budget that recomputes each stage independently costs
+    less than this share of the step's time (0 where nothing is known); `proven`: whether the search finished before its
+    time limit; if it did and the schedule exceeds the budget, no schedule that recomputes each stage independently
     fits; `solver`: its name.
     """
 
@@ -38,7 +38,7 @@ class Solution:
 
 @runtime_checkable
 class Solver(Protocol):
-    """Chooses what to save. Write your own as a class with this one method."""
+    """The interface of planners. Write your own as a class with this one method."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         """Return the cheapest schedule whose simulated peak is at most the budget.
@@ -48,11 +48,11 @@ class Solver(Protocol):
         - `graph`: `graph.residuals` are the values to choose from; `graph.values[v].nbytes` is the size of one, and
           `graph.nodes[graph.values[v].producer].seconds` the time to recompute it.
         - `budget_nbytes`: the peak allowed, everything included; None asks for the least peak.
-        - `time_limit`: seconds of a usual machine, after which the best schedule so far is the answer. Counted work
+        - `time_limit`: seconds on a typical machine, after which the best schedule so far is the answer. Counted work
           gives the same answer everywhere (see `Milp`), a clock does not.
 
-        A solver that finds nothing within the budget returns a schedule with a low peak: the simulator decides whether
-        a schedule fits, not the solver, and the least peak is asked for separately.
+        If a solver finds nothing within the budget, it returns a schedule with a low peak: the simulator decides
+        whether a schedule fits, and the least peak is asked for separately.
         """
         ...
 

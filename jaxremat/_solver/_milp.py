@@ -51,23 +51,23 @@ RATE, ROOT_NODES = 300_000, 20
 that schedules are the same on every machine. CBC did 100,000 to 1,000,000 on one core for steps of the zoo."""
 
 GUARD_SECONDS, GUARD = 60.0, 10.0
-"""A clock ends a program after so many seconds, and so many times what its nodes stand for."""
+"""A clock ends a program after these seconds plus this multiple of the seconds that its nodes stand for."""
 
 TOLERANCE_NBYTES = 64
-"""What the integer program's arithmetic may overlook."""
+"""Tolerance of the integer program's arithmetic."""
 
 HOLDING_SHARE = 0.1
 """Share of the work spent on holding recomputed values across stages, once a schedule without it is known."""
 
 LEAST_SLACKS = (0.0005, 0.02, 0.05)
-"""What the schedule of least memory may use beyond the least, as shares of what the plain step has live at its peak."""
+"""Slack of the schedule of least memory above the least, as shares of the plain step's live bytes at its peak."""
 
 FEW_HOLDABLE = 100
 """Any value may be held from any stage to the next if there are no more such pairs than this; else only values at stage
 boundaries, and those that a schedule is found to be better for, if it recomputes something for two stages in a row."""
 
 MOST_HOLDABLE = 500
-"""The same where nothing fits otherwise."""
+"""The same if nothing fits otherwise."""
 
 LEAST_STEP = 0.01
 """If the last slack with which all takes too long and the first without differ by more, one in between is tried."""
@@ -78,11 +78,11 @@ MOST_OVERHEAD = 1.0
 
 @dataclass(frozen=True)
 class Milp:
-    """The default solver.
+    """The default solver: a mixed-integer linear program.
 
-    **Arguments:** `gap`: stop when the schedule is proven within this share of the step's time; `variables`: the
-    recomputation window is the widest that needs no more than this many binaries; `threads` of the solver. Time
-    limits stand for work (see `RATE`), of each program by itself.
+    **Arguments:** `gap`: stop when the schedule is proven within this share of the step's time; `variables`: the most
+    binary variables, which limit the recomputation window; `threads` of the solver. Time limits stand for work (see
+    `RATE`), separately for each program.
     """
 
     gap: float = 0.002
@@ -145,8 +145,8 @@ class Milp:
         )
 
     def _afresh(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
-        """Return the cheapest schedule that fits of those that recompute for each stage afresh, with such values held
-        as that is found to be better for; where none fits, of those with values held.
+        """Return the cheapest schedule that fits and recomputes each stage independently, with values held where that
+        is found to be better; if none fits, the cheapest with values held.
 
         Holding them reaches lower peaks and saves time, but weakens the relaxation: the bound is of the former.
         """
@@ -395,9 +395,9 @@ class _Model:
                 break
         if lost:
             warn(
-                f"The integer program found no solution ({'; '.join(program.failures)}). The plan is the best "
-                "of the heuristic solvers, and may be slower than necessary. Try again, or raise `time_limit` "
-                "or `planning_seconds` in `jaxremat.Planning`."
+                f"The integer program found no solution ({'; '.join(program.failures)}), so the plan is the "
+                "heuristic solvers' best and may be slower than necessary. Raise `time_limit` or "
+                "`planning_seconds` in `jaxremat.Planning`."
             )
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven

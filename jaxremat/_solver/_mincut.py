@@ -32,7 +32,7 @@ PRICES = -32, 33
 
 @dataclass(frozen=True)
 class MinCut:
-    """The frontier's cheapest point that fits. **Arguments:** `rounds`: bisection steps on the price of a byte."""
+    """The cheapest minimum cut that fits. **Arguments:** `rounds`: bisection steps on the price of a byte."""
 
     rounds: int = 18
 

@@ -1,8 +1,7 @@
-"""Benchmark network, budget, device -> a plan that comes with the library, already compiled.
+"""Benchmark network, budget, device -> a plan that comes with the library, already verified.
 
-Law: a plan belongs to one program, which its fingerprint tells from every other: this network with these settings,
-traced by this minor version of jax with such a Flax and Optax as `Entry.versions` has, normalised by such a jaxremat.
-Anything else is a `PlanMismatchError`, when it is loaded or when it is applied, and never another program's plan.
+Law: a plan applies only to the program with its fingerprint: this network with these settings, traced and normalised
+with the versions in `Entry.versions`. Loading or applying it to any other program raises a `PlanMismatchError`.
 """
 
 import functools
@@ -19,9 +18,9 @@ from .._runtime._errors import ArgumentError, PlanMismatchError
 
 FORMAT = 1
 OF = " of temporaries"
-"""What the shares in its files are of."""
+"""The unit of the shares in the zoo's files."""
 SUFFIX = ".json.gz"
-"""Of its files: JSON, compressed to a tenth. `zcat` shows one."""
+"""The suffix of the zoo's files: JSON, compressed to a tenth. `zcat` shows one."""
 JAX_MINOR = ".".join(map(str, JAX_VERSION))
 """The version of jax at hand, as far as plans depend on it."""
 
@@ -68,7 +67,7 @@ def entries() -> tuple[Entry, ...]:
 def load(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Plan:
     """Return a plan of the zoo for the version of jax at hand: `optimize(plan=jaxremat.zoo.load("resnet50", "min"))`.
 
-    **Arguments:** as the fields of `Entry`; `entries()` and `jaxremat zoo list` say what there is.
+    **Arguments:** as the fields of `Entry`; `entries()` and `jaxremat zoo list` list them.
 
     **Raises:** `ArgumentError` where the zoo has no such plan; `PlanMismatchError` where it has it only for other
     versions of jax, whose jaxprs differ.
@@ -90,7 +89,7 @@ def find(network: str, budget: str, *, target: str = "h100", scale: str = "full"
     if found is None:
         raise PlanMismatchError(
             f"The zoo's plan `{alike[0].name}` is for jax {' and '.join(e.jax for e in alike)}, and this is jax "
-            f"{JAX_MINOR}, whose jaxprs differ. Plan the step afresh, with `jaxremat.plan` or "
+            f"{JAX_MINOR}, whose jaxprs differ. Make a new plan, with `jaxremat.plan` or "
             f"`python -m examples.benchmarks.zoo {network}`."
         )
     return found

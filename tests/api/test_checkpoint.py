@@ -437,7 +437,7 @@ def test_what_cannot_be_met_or_read_is_said() -> None:
         jaxremat.checkpoint(chain, static_argnums=1)(x0, [1])
     with pytest.raises(jax.errors.TracerBoolConversionError) as error:
         jaxremat.checkpoint(lambda x, deep: chain(x, weights if deep else few))(x0, True)
-    said = "`deep` is True: an argument that decides what Python executes must be static. Write `checkpoint("
+    said = "`deep` is True: an argument that Python code branches on must be static. Write `checkpoint("
     assert any(note.startswith(said) for note in error.value.__notes__)
 
 

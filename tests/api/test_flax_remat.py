@@ -73,7 +73,7 @@ def test_a_flag_that_is_not_static_is_named() -> None:
     variables = Net().init(jax.random.key(1), x)
     with pytest.raises(jax.errors.TracerBoolConversionError) as error:
         net.apply(variables, x)
-    said = "`train` is True: an argument that decides what Python executes must be static. Write `flax.remat("
+    said = "`train` is True: an argument that Python code branches on must be static. Write `flax.remat("
     assert any(note == f"{said}..., static_argnums=2)`." for note in error.value.__notes__)
 
 

@@ -256,7 +256,9 @@ def test_plan_from_a_file_needs_no_solver(planned: jaxremat.Step, tmp_path: Any,
     assert stripped(step.compile(*args)) == stripped(planned.compile(*args))
     assert_same(jax.jit(train)(*args), step(*args))
     assert "plan=" in repr(step)
-    with pytest.raises(PlanMismatchError, match=r"was made for the program \w{12}, .*Plan this step afresh"):
+    with pytest.raises(
+        PlanMismatchError, match=r"was made for the program \w{12}, .*Make a new plan for this step"
+    ):
         step(args[0], make_batch(BATCH + 1))
     path = tmp_path / "plan.json"
     assert jaxremat.optimize(plan=path)(train).plan(*args) == jaxremat.optimize(plan=str(path))(train).plan(

@@ -348,7 +348,7 @@ def test_a_picture_without_matplotlib(frontier: Frontier, monkeypatch: pytest.Mo
         ({"plan": None}, "leave out `plan`"),
         (
             {"effort": "much"},
-            "within `planning`. Write `sweep(..., planning=jaxremat.Planning(effort='much'))`",
+            "as part of `planning`. Write `sweep(..., planning=jaxremat.Planning(effort='much'))`",
         ),
     ],
 )

@@ -257,7 +257,7 @@ MISTAKES: dict[str, tuple[int, str]] = {
     "plan cli_steps:nope --args make_args": (2, "cli_steps has no 'nope'; it has jax,"),
     "plan nothing.at.all:step --args a": (2, "There is no module 'nothing.at.all', neither in"),
     "plan nothing.py:step --args a": (2, "There is no file 'nothing.py' in"),
-    "plan cli_steps:step --args lone": (2, "'cli_steps:lone' returned a ArrayImpl. It has to return a tuple"),
+    "plan cli_steps:step --args lone": (2, "'cli_steps:lone' returned a ArrayImpl. It must return a tuple"),
     "plan cli_steps:step --args three": (2, "returned 4 arguments, but the function takes (weights, x, scale=0.1)"),
     "plan cli_steps:not_callable --args shapes": (2, "`optimize` decorates functions; it was given a tuple"),
     "plan cli_steps:step --args shapes --donate 9 --budget 1GiB": (2, "--donate 9: the function takes weights, x"),
@@ -266,10 +266,10 @@ MISTAKES: dict[str, tuple[int, str]] = {
     "plan cli_steps:step --args shapes --target h1000": (2, "`target='h1000'` is unknown. Write one of h100, "),
     "plan cli_steps:step --args shapes --solver best": (2, "'best' is not one of 'milp', 'mincut'"),
     "plan cli_steps:step --args shapes --save nowhere/plan.json": (2, "there is no folder 'nowhere'"),
-    "plan cli_steps:step --args shapes --budget min --margin 1MiB": (2, '`workspace_margin` is kept free'),
-    "memory cli_steps:step --args shapes --budget min": (2, "'min' is a budget for `jaxremat plan`"),
+    "plan cli_steps:step --args shapes --budget min --margin 1MiB": (2, '`workspace_margin` leaves memory free'),
+    "memory cli_steps:step --args shapes --budget min": (2, "'min' needs a plan"),
     "plan cli_bad:step --args a": (4, "No module named 'not_installed_anywhere' (cli_bad.py:1)"),
-    "check cli_steps:step --args shapes --target h100": (4, "`--target h100` is not in this machine"),
+    "check cli_steps:step --args shapes --target h100": (4, "`--target h100`: this machine has no such device"),
     "plan cli_steps:broken --args shapes --budget 1GiB": (5, "TypeError: dot_general requires contracting"),
 }  # fmt: skip
 

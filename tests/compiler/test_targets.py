@@ -475,7 +475,7 @@ def test_a_step_for_several_devices_is_planned_by_one_of_them() -> None:
     [
         ("h100x4", 8, 'has 4 devices, but the step\'s mesh has 8. Write `target="h100x8"`'),
         ("h100", 8, "has one device, but the step's mesh has 8"),
-        ("h100x8", 1, "no argument of the step is on several"),
+        ("h100x8", 1, "no argument of the step is sharded"),
         ("h100x0", 8, "is unknown"),
         ("x8", 8, "is unknown"),
         (None, 8, "`AbstractMesh`, which has no devices"),

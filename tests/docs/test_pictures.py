@@ -51,5 +51,5 @@ def test_the_picture_of_a_frontier_has_what_its_page_speaks_of(
     pictures.draw(pictures.frontier)
     kept = words(DOCS / "pages" / "pictures" / "frontier.svg")
     for drawn in (words(tmp_path / "frontier.svg"), kept):
-        for said in ("plain step", "knee: ", "by rule: ", "below the bound proven"):
+        for said in ("plain step", "knee: ", "by rule: ", "below the model's proven bound"):
             assert any(text.startswith(said) for text in drawn), said

@@ -360,7 +360,7 @@ def test_a_plan_that_was_kept_is_followed() -> None:
 
 def test_a_device_without_that_memory_refuses_the_plan() -> None:
     plan, _ = planned("matrices")
-    with pytest.raises(PlanMismatchError, match="no other memory"):
+    with pytest.raises(PlanMismatchError, match="no memory besides"):
         jaxremat.optimize(plan=plan, donate_argnums=0)(mlp).plan(*LARGE["matrices"])
 
 
@@ -368,7 +368,7 @@ def test_a_cpu_plans_without() -> None:
     assert detect(jax.devices()[0]).platform == "cpu"
     plain = jaxremat.memory(mlp, *LARGE["matrices"], donate_argnums=0)
     budget = plain.peak_nbytes - plain.temporaries_nbytes // 3
-    with pytest.warns(JaxrematWarning, match="no memory apart"):
+    with pytest.warns(JaxrematWarning, match="no memory besides"):
         plan = jaxremat.plan(
             mlp,
             *LARGE["matrices"],
@@ -403,7 +403,7 @@ def test_a_refusal_says_that_the_hosts_budget_leaves_no_room_for_values() -> Non
     for room, said in (("64MiB", True), (True, False)):
         with pytest.raises(jaxremat.InfeasibleBudgetError) as refused:
             jaxremat.plan(mlp, *LARGE["matrices"], offload=room, **options)
-        assert ("`offload` leaves 64.0 MiB of host memory for values" in str(refused.value)) == said
+        assert ("`offload` leaves 64.0 MiB of host memory for residuals" in str(refused.value)) == said
 
 
 @pytest.mark.parametrize(

@@ -413,7 +413,7 @@ def test_complete_refuses_ids_that_the_graph_does_not_have(ids: list[int]) -> No
 BROKEN = {
     "stages": (
         Schedule(frozenset({1, 2, 3}), ((),)),
-        r"has 1 stages and the graph 3.*close_over_dependencies\(graph, saved\)",
+        r"has 1 stages, but the graph has 3.*close_over_dependencies\(graph, saved\)",
     ),
     "not recomputed": (Schedule(frozenset({1, 2}), ((), (), ())), r"Stage 0 reads values \[3\], which are neither"),
     "too late": (Schedule(frozenset({1, 2}), ((), (2,), ())), r"Stage 0 reads values \[3\]"),

@@ -66,7 +66,7 @@ def test_a_plan_that_needs_more_to_run_is_made_anew_from_that(needy: Callable[[i
     before = made.plan(WEIGHTS, X)
     more = BUDGET - before.peak_nbytes + VALUE // 2
     needy(more)
-    with pytest.warns(JaxrematWarning, match=r"`train` needs .* The plan was corrected: it needs "):
+    with pytest.warns(JaxrematWarning, match=r"The plan of `train` .* It was corrected: it now needs "):
         assert_right(made(WEIGHTS, X))
     after = made.plan(WEIGHTS, X)
     assert after.peak_nbytes <= after.budget_nbytes == BUDGET

@@ -270,7 +270,7 @@ def test_hints_that_make_a_budget_infeasible_are_named() -> None:
     with pytest.raises(jaxremat.InfeasibleBudgetError, match="or a smaller batch") as plain:
         plan(marks, 1000)
     assert not isinstance(plain.value, InfeasibleHintError)
-    assert "without hints and pins, less memory may be enough" in str(plain.value)
+    assert "Without hints and pins, the step may need less" in str(plain.value)
 
 
 def in_a_scan(weights: Any, x: jax.Array, *, marks: Any) -> Any:

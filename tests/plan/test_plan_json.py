@@ -87,7 +87,7 @@ def test_the_text_is_json_for_people() -> None:
 @pytest.mark.parametrize("version", [0, 1, 4, "3", None, 1.5])
 def test_other_format_versions(version: Any) -> None:
     text = json.dumps({**DATA, "format": version})
-    words = rf"The plan has format {version}, this jaxremat reads format 3\. Plan again\."
+    words = rf"The plan has format {version}, but this jaxremat reads format 3\. Plan again\."
     with pytest.raises(PlanMismatchError, match=words):
         Plan.from_json(text)
 
@@ -270,7 +270,7 @@ def test_loading_what_is_no_plan(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_another_graph_has_no_layout_here() -> None:
-    words = r"values that this program does not have\. Plan this program afresh\."
+    words = r"values that this program does not have\. Make a new plan for this program\."
     with pytest.raises(PlanMismatchError, match=words):
         replace(PLAN, materialised=(10_000,)).layout(GRAPH)
 

@@ -138,7 +138,7 @@ def test_what_was_not_compiled_is_not_called_compiled() -> None:
 def test_what_else_to_know_of_the_figures() -> None:
     plan = replace(PLAN, margin_nbytes=1 << 20, respect_checkpoint=True)
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan.report())):
-        assert "1.00 MiB of the budget are kept free" in re.sub(r"\s+", " ", text)
+        assert "1.00 MiB of the budget is kept free" in re.sub(r"\s+", " ", text)
         assert "own checkpoints are kept" in re.sub(r"\s+", " ", text)
     assert "kept free" not in PLAN.report().html()
 
@@ -157,7 +157,7 @@ def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     bare = plan_of(GRAPH, close_over_dependencies(GRAPH, sorted(GRAPH.residuals)[:2]))
     marked = tuple(replace(a, decision=a.action == "save") for a in bare.actions)
     plan = replace(bare, actions=marked, decided=Decided(3, 5 << 10))
-    said = "3 values are saved because of decisions (5.00 KiB), which run only once"
+    said = "3 values (5.00 KiB) saved because decisions run only once"
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan.report()), str(plan)):
         assert said in re.sub(r"\s+", " ", text)
     assert str(plan).count("save (decision)") == 2
@@ -276,7 +276,7 @@ def test_copies_have_a_lane_of_their_own() -> None:
     page = Page(plan.report().html())
     lanes = [tag for tag, attrs in page.tags if tag == "rect" and attrs["class"] in ("offload", "fetch")]
     assert len(lanes) == 3
-    assert "a copy to the host is under way for " + format_seconds(0.3 * seconds) in page.text
+    assert "copies to the host take " + format_seconds(0.3 * seconds) in page.text
     assert "and back" in str(plan.report()) and "and back" not in str(PLAN.report())
     assert Plan.from_json(plan.to_json()) == plan
 

@@ -136,7 +136,7 @@ def test_copies_of_an_iteration_begin_in_turn() -> None:
     found, _ = traced("all trained", of_levels((LAYERS,)))
     with recorded() as acted:
         body = scans(planned_for(found, DEVICES["gpu"]))[-1].params["jaxpr"].jaxpr
-    assert acted["copies of rows in turn"]
+    assert acted["row copies in turn"]
     fetches = [i for i, eqn in enumerate(body.eqns) if is_fetch(eqn)]
     behind = {v: eqn for eqn in body.eqns if is_barrier(eqn) for v in eqn.outvars}
     made: dict[Any, int] = {v: i for i, eqn in enumerate(body.eqns) for v in eqn.outvars}

@@ -73,5 +73,5 @@ def test_attention_reads_no_mask_in_levels() -> None:
         return {shaped(v).shape[-3:] for eqn in eqns for e in (eqn, *inner_eqns(eqn)) for v in e.outvars}
 
     assert SCORES not in made()
-    with switched_off("what iterations make themselves"):
+    with switched_off("sinking into loops"):
         assert SCORES in made()

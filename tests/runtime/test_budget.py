@@ -94,7 +94,7 @@ def test_shares_of_what_is_not_known() -> None:
             parse_budget(text, 1000, lambda: (200, 600))
     with pytest.raises(BudgetError, match="is for functions that are differentiated later"):
         parse_budget("40% of residuals", 1000, lambda: (200, 600))
-    with pytest.raises(BudgetError, match="is a share of a step, but there is no step here"):
+    with pytest.raises(BudgetError, match="is a share of a step's memory, but there is no step here"):
         parse_budget("40%", 1000)
 
 
@@ -127,7 +127,7 @@ def test_text_that_is_no_number_of_bytes(text: str) -> None:
      "1e999"],
 )  # fmt: skip
 def test_numbers_that_are_no_budget(budget: Any) -> None:
-    text = rf"The budget {re.escape(repr(budget))} is not a whole positive number of bytes\. {SPELLED}"
+    text = rf"The budget {re.escape(repr(budget))} is not a positive whole number of bytes\. {SPELLED}"
     with pytest.raises(BudgetError, match=text):
         parse_budget(budget, 1000)
 

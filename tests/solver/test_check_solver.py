@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "schedule": (lambda g, b, s: s.schedule, "answers", r"returned a Schedule.*Solution\(close_over_dependencies"),
     "stage": (forgets_a_stage, "emittable", "neither saved nor recomputed"),
     "callback": (repeats_a_callback, "emittable", r"node 1 \(pure_callback\), which may run only once"),
-    "pins": (ignores_pins, "emittable", "A schedule does not save value 4, against pin of 4"),
+    "pins": (ignores_pins, "emittable", "A schedule does not save value 4, which contradicts pin of 4"),
     "nothing": (names_nothing, "emittable", "names value 1000000, but the graph has values 0 to"),
     "ignores": (ignores_the_budget, "budget", "what it answers for the least memory .* needs"),
     "recomputes": (always_recomputes, "budget", "saving everything needs"),
@@ -163,7 +163,7 @@ BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "remembers": (tampers_with_what_is_remembered, "leaves the graph alone", "not what it was"),
     "bound": (overstates, "bound", r"50.0000% of the step, and its own schedule costs 0.0000%"),
     "missed bound": (overstates_what_it_missed, "bound", r"100.0000% of the step, and"),
-    "nan": (not_a_number, "bound", "nan, which is no finite number"),
+    "nan": (not_a_number, "bound", "nan, which is not finite"),
     "proven": (says_that_nothing_fits, "proven", "it says that nothing fits .* but saving the right values does"),
     "coin": (coin, "deterministic", r"it saves \[.*\], then \["),
 }  # fmt: skip
