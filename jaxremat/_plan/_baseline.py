@@ -25,7 +25,7 @@ from .._model._graph import Graph
 from .._model._schedule import Schedule, save_all
 from .._model._sites import Variants
 from .._model._variant import ATTENTION, Variant
-from .._rewrite._row_regions import Region
+from .._rewrite._regions import Region
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import CompilationError, HintError

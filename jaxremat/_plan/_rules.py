@@ -29,9 +29,9 @@ from .._rewrite._flat_program import BACKWARD, FORWARD, alive
 from .._rewrite._inlined_loops import closed_loop
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
+from .._rewrite._regions import Region
 from .._rewrite._reversed_chains import chains
 from .._rewrite._reversed_loops import reversible_nbytes
-from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced
 
 ROW_COPIES = 2

@@ -8,7 +8,7 @@ passes, `_trace` runs them; `_backward_equations` tells the forward from the bac
 iterations and `_loop_closing` makes loops of them again, `_inner_loops` does so for inner loops, `_inlined_loops`
 merges equals; `_nested_checkpointing` (levels), `_streamed_stacks` (rows of arrays in host memory),
 `_optimizer_in_backward` (optimizer updates inside the loop), `_in_place_stacks`, `_fetch_turns`, `_sinking`;
-`_program_readers`, `_row_scans`, `_region_cut`, `_region_loops`, `_row_parts`, `_halos`, `_row_regions`,
+`_program_readers`, `_row_scans`, `_region_cut`, `_region_loops`, `_row_parts`, `_halos`, `_regions`, `_row_regions`,
 `_microbatches`, `_regions_in_loops`, `_row_chunks` (work on rows, or most of a step, one chunk at a time),
 `_function_parts` (the same for functions that are differentiated later); `_pooling_places`, `_row_batches` (indices
 that count rows), `_cotangent_chains`, `_kernel_choice` (equations that compile to better kernels); `_encodings` (values

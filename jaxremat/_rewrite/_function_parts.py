@@ -15,8 +15,9 @@ from .._model._device_specs import DeviceSpec
 from ._flat_program import FlatProgram
 from ._microbatches import most_of
 from ._program_readers import Readers
+from ._regions import Region
 from ._row_chunks import chunked
-from ._row_regions import Region, regions
+from ._row_regions import regions
 
 
 @dataclass(frozen=True)

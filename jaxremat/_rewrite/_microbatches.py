@@ -15,7 +15,8 @@ from .._program._primitives import contracts, is_backward
 from .._program._windows import has_window
 from ._program_readers import Readers
 from ._region_loops import loops_of
-from ._row_regions import Grower, Region, largest, region_of
+from ._regions import Region
+from ._row_regions import Grower, largest, region_of
 
 LEAST_SHARE = 0.5
 """A region is most of a step: it holds at least this share of the contractions of the forward pass. An implicit

@@ -50,12 +50,13 @@ from ._nested_checkpointing import backward_of, cuttable, segmented
 from ._optimizer_in_backward import with_optimizer_in_backward
 from ._pooling_places import pooled_by_place
 from ._program_readers import Readers
+from ._regions import Region
 from ._regions_in_loops import chunked_in_loops, regions_in_loops
 from ._reversed_chains import chains_in_reverse
 from ._reversed_loops import loops_in_reverse
 from ._row_batches import with_row_batches
 from ._row_chunks import chunked
-from ._row_regions import Region, regions
+from ._row_regions import regions
 from ._selections import marked
 from ._source import Source
 from ._streamed_copies import streamed

@@ -17,8 +17,9 @@ from ._inlined_loops import inline_loops
 from ._loop_closing import close_loops
 from ._microbatches import microbatches
 from ._program_readers import Readers
+from ._regions import Region
 from ._row_chunks import chunked
-from ._row_regions import Region, regions
+from ._row_regions import regions
 
 
 def regions_in_loops(

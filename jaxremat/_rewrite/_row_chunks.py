@@ -47,8 +47,8 @@ from ._loop_closing import without_unread
 from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
 from ._region_loops import Loop, goes_on, handed_on, owners, schedule
+from ._regions import Region
 from ._row_parts import RowParts, in_shape
-from ._row_regions import Region
 from ._row_scans import Around
 from ._selections import settled
 

@@ -14,33 +14,31 @@ once is in none, and keeps its order around it.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
 import jax.extend.core as jex
 
-from .._model._device_specs import DeviceSpec
 from .._program import _compat
 from .._program._axes import (
     OF_SUM,
     OF_SUMS,
     BatchingRule,
-    Parts,
     agree,
     joined,
     rules,
     sum_type,
 )
 from .._program._compat import shaped
-from .._program._flops import alone_seconds, aval_nbytes, body_nbytes, eqn_flops
-from .._program._primitives import contracts, is_draw, is_fusion_root, is_relabelling, runs_once
+from .._program._flops import aval_nbytes, body_nbytes, eqn_flops
+from .._program._primitives import contracts, is_backward, is_draw, is_fusion_root, is_relabelling, runs_once
 from .._program._windows import WindowRule, windows
 from ._halos import in_parts
 from ._program_readers import Readers
 from ._region_loops import USUAL, WIDE, Limits, Loop, goes_on, handed_on, loops_of, owners, schedule
+from ._regions import Region
 from ._row_scans import Around, BodyBatchingRule, ways
 
 LARGE = 1 / 16
@@ -71,116 +69,8 @@ SEEDS = 3
 SEED = 1 / 8
 """... of at least this share of the largest of all."""
 
-CHUNKS = (2, 4, 8, 16)
-"""Of the numbers of chunks that divide the rows the nearest to these are considered, ..."""
-
-MORE_CHUNKS = (32, 64, 128)
-"""... and to these where a chunk keeps `LEAST_CHUNK_NBYTES` to itself then: by hand examples are often done one by one.
-"""
-
-LEAST_CHUNK_NBYTES = 1 << 20
-
-FAR = 1.5
-"""Where the nearest is farther off than by this factor, one that does not divide the rows is considered besides, ..."""
-
-MOST_BEYOND = 1 / 8
-"""... if the last of its chunks has no more than this share of all rows behind them."""
-
 ENOUGH = 8
 """Of the dimensions that rows may be of, the outermost is taken that allows so many chunks."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """Equations of a program that fall apart into rows alike.
-
-    **Fields:** the `loops` over chunks that do them, in order; `rows` that any number of chunks must divide;
-    `inner_nbytes` of what it neither reads nor leaves; `left_nbytes` of the rows that it leaves; `sum_nbytes` of its
-    sums; `read_nbytes` of what each chunk reads whole; `kernels` about how many it takes; `source` the user's line;
-    `whole` whether it is most of a step, see `_microbatches`; `parts` in how many pieces its rows lie, each on devices
-    of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
-    these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
-    program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has;
-    `uneven` whether the last chunk may end behind the rows: not where a loop or a choice adds up sums within, for its
-    body would have to make zeros of rows that there are not; `windowed` whether equations read rows around their own,
-    see `_halos`, and the `halos` of equations: how much of all rows each chunk does besides its own.
-    """
-
-    loops: tuple[Loop, ...]
-    rows: int
-    inner_nbytes: int
-    left_nbytes: int
-    sum_nbytes: int
-    read_nbytes: int
-    kernels: int
-    source: str
-    whole: bool = False
-    parts: int = 1
-    sent_nbytes: int = 0
-    repeated: tuple[Any, ...] = ()
-    loop: int = -1
-    trips: int = 1
-    uneven: bool = False
-    windowed: bool = False
-    halos: tuple[tuple[Any, float], ...] = ()
-
-    @cached_property
-    def rules(self) -> Loop:
-        """The ways of all its equations, by index."""
-        return {i: rule for loop in self.loops for i, rule in loop.items()}
-
-    def on_devices(self, parts: int, share: float) -> "Region":
-        """Return the same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
-
-        **Arguments:** `share` of what is the same for all rows that a device has.
-        """
-        parts = 0 if self.windowed and parts > 1 else parts
-        return replace(
-            self,
-            parts=parts,
-            inner_nbytes=self.inner_nbytes // max(parts, 1),
-            sum_nbytes=int(share * self.sum_nbytes),
-            read_nbytes=int(share * self.read_nbytes),
-            sent_nbytes=self.sum_nbytes * (parts > 1) + self.read_nbytes * (share < 1),
-        )
-
-    @cached_property
-    def choices(self) -> tuple[int, ...]:
-        """Numbers of chunks, in ascending order."""
-        rows = self.rows // self.parts if self.parts and self.rows % self.parts == 0 else 0
-        counts = range(2, min(rows, 2 * MORE_CHUNKS[-1]) + 1)
-        even = [n for n in counts if rows % n == 0]
-        beyond = {n: Parts(rows, n).beyond for n in counts if self.uneven and self.parts == 1}
-        uneven = [n for n, b in beyond.items() if 0 < b < min(Parts(rows, n).size, MOST_BEYOND * rows)]
-        more = (n for n in MORE_CHUNKS if self.inner_nbytes >= n * LEAST_CHUNK_NBYTES)
-        found = set[int]()
-        for about in (*CHUNKS, *more):
-            nearest = min(even, key=lambda n: abs(n - about), default=None)
-            found.update([] if nearest is None else [nearest])
-            if nearest is None or not about / FAR <= nearest <= about * FAR:
-                found.update(
-                    sorted((n for n in uneven if about / FAR <= n <= about * FAR), key=beyond.__getitem__)[:1]
-                )
-        return tuple(sorted(found))
-
-    def fewer_nbytes(self, chunks: int) -> int:
-        """Return what so many chunks may save at most."""
-        return self.inner_nbytes - self.inner_nbytes // chunks
-
-    def more_seconds(self, chunks: int, device: DeviceSpec) -> float:
-        """Return what so many chunks take longer: sums are read and written for each, what is read whole is read
-        again, devices send it again, kernels are launched, and loops repeat some of them.
-        """
-        nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
-        again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
-        repeated = math.fsum(alone_seconds(device, eqn) for eqn in self.repeated if is_fusion_root(eqn))
-        repeated += chunks * math.fsum(share * alone_seconds(device, eqn) for eqn, share in self.halos)
-        return self.trips * (nbytes / device.bandwidth + (chunks - 1) * again + repeated)
-
-    def named(self, index: Mapping[int, int]) -> "Region":
-        """Return the same by other indices of its equations."""
-        loops = ({index[i]: rule for i, rule in loop.items()} for loop in self.loops)
-        return replace(self, loops=tuple(loops))
 
 
 def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ...]:
@@ -216,12 +106,24 @@ def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tupl
 
 
 def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Limits) -> Region | None:
-    """Return the region about a value whose rows are of the outermost dimension that allows enough chunks."""
-    grown = (region_about(program, v, d, taken, limits) for d in range(len(shaped(v).shape)))
-    able = [region for region in grown if region is not None and region.choices]
-    enough = (region for region in able if region.choices[-1] >= ENOUGH)
-    best = max(able, key=lambda region: region.fewer_nbytes(region.choices[-1]), default=None)
-    return next(enough, best)
+    """Return the region about a value whose rows are of the outermost dimension that allows enough chunks: with all
+    that follows on the same rows, as the layers behind an attention do, or, where that is too much for one, without.
+    """
+    able, dimensions = list[Region](), list(range(len(shaped(v).shape)))
+    for within_passes in (False, True):
+        above = LARGE * aval_nbytes(v.aval)
+        growers = [
+            Grower(program, taken, above, limits.most_products, within_passes=within_passes)
+            for _ in dimensions
+        ]
+        grown = (
+            region_about(program, each, v, d, limits) for each, d in zip(growers, dimensions, strict=True)
+        )
+        able += [region for region in grown if region is not None and region.choices]
+        if enough := [region for region in able if region.choices[-1] >= ENOUGH]:
+            return enough[0]
+        dimensions = [d for each, d in zip(growers, dimensions, strict=True) if each.follows]
+    return max(able, key=lambda region: region.fewer_nbytes(region.choices[-1]), default=None)
 
 
 def largest(program: Readers, count: int, without: Collection[int] = ()) -> list[Any]:
@@ -246,13 +148,9 @@ def _nbytes(v: jex.Var) -> int:
 
 
 def region_about(
-    program: Readers, seed: jex.Var, dimension: int, taken: Collection[int], limits: Limits
+    program: Readers, grower: "Grower", seed: jex.Var, dimension: int, limits: Limits
 ) -> Region | None:
-    """Return the region about a value with its rows in this dimension, if there is one.
-
-    **Arguments:** `taken` the equations of others.
-    """
-    grower = Grower(program, taken, LARGE * aval_nbytes(seed.aval), limits.most_products)
+    """Return the region that grows about a value with its rows in this dimension, if there is one."""
     if not grower.grow(seed, dimension) or (loops := loops_of(program, [grower], limits)) is None:
         return None
     first = owners(loops)
@@ -336,7 +234,8 @@ class Grower:
     `sums` over rows, and the number of `products`.
 
     **Arguments:** `taken` the equations of other regions; `above` the size of what it must not hand on; `most_products`
-    that it may have; `scans` whether scans may be among them, `windowed` whether what reads rows around its own.
+    that it may have; `scans` whether scans may be among them, `windowed` whether what reads rows around its own;
+    `within_passes` whether what is between its forward and its backward pass stays out of it.
     """
 
     def __init__(
@@ -348,8 +247,10 @@ class Grower:
         *,
         scans: bool = False,
         windowed: bool = False,
+        within_passes: bool = False,
     ):
-        self.scans, self.windowed = scans, windowed
+        self.scans, self.windowed, self.within_passes = scans, windowed, within_passes
+        self.follows = False  # whether it has what is between its forward and its backward pass
         self.program, self.taken, self.above, self.most_products = program, taken, above, most_products
         made = sum(aval_nbytes(v.aval) for i in program.alive for v in program.eqns[i].outvars)
         self.few_nbytes = FEW * made
@@ -374,9 +275,11 @@ class Grower:
         while True:
             if not self._spread(seed) or not self.rules:
                 return False
-            between = self._between()
+            between = self._between(self.rules)
             known = dict(self.rules), dict(self.dimension), set(self.sums), self.products
-            left = [i for i in between if not self._add(i)]
+            passes = self._between_passes(between)
+            left = [i for i in between if (self.within_passes and i in passes) or not self._add(i)]
+            self.follows = self.follows or not passes.issubset(left)
             if not self.scans and not self.waited.issuperset(left):
                 # Layers are no part of the region around one of them, of which they read a sum.
                 self.rules, self.dimension, self.sums, self.products = known
@@ -581,20 +484,27 @@ class Grower:
                 return rule
         return None
 
-    def _between(self) -> list[int]:
-        """Return the equations that read, if only through others, what the region makes, and make what it reads; none
-        of what is waited for, nor through that.
+    def _between(self, rules: Collection[int]) -> list[int]:
+        """Return the equations that read, if only through others, what some of the region make, and make what these
+        read; none of what is waited for, nor through that.
         """
         eqns, maker = self.program.eqns, self.program.maker
-        first, last = min(self.rules), max(self.rules)
+        first, last = min(rules, default=0), max(rules, default=0)
         near = [i for i in self.program.alive if first <= i <= last and i not in self.waited]
         behind: set[int] = set()
         for i in near:
             makers = (maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
-            if any(j in self.rules or j in behind for j in makers):
+            if any(j in rules or j in behind for j in makers):
                 behind.add(i)
         before: set[int] = set()
         for i in reversed(near):
-            if i in self.rules or i in before:
+            if i in rules or i in before:
                 before.update(maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
-        return sorted(i for i in behind & before if i not in self.rules)
+        return sorted(i for i in behind & before if i not in rules)
+
+    def _between_passes(self, between: Sequence[int]) -> set[int]:
+        """Return those of what is between equations of the region that are not between any of one pass."""
+        if self.scans or not between:
+            return set()
+        backward = {i for i in self.rules if is_backward(self.program.eqns[i])}
+        return {*between}.difference(self._between(backward), self._between(self.rules.keys() - backward))

@@ -42,8 +42,8 @@ from ._passes import (
     regions_inside,
     run,
 )
+from ._regions import Region
 from ._reversed_chains import block_of
-from ._row_regions import Region
 from ._shard_map_body import Around
 from ._source import Source
 

@@ -185,6 +185,32 @@ def test_a_network_of_many_layers_alike_is_done_in_microbatches_or_not_at_all() 
     assert [region.whole for region in trace(jax.jit(step), args, {}).sites.regions] == [True]
 
 
+def test_each_layer_of_an_unusual_attention_is_done_in_chunks_of_its_queries() -> None:
+    """Later layers work on the same rows, which would be too much for one region: they stay out of it."""
+    length, heads, width, layers = 256, 2, 32, 4
+    keys = iter(jax.random.split(jax.random.key(0), 6 * layers + 1))
+    sizes = dict.fromkeys(("query", "key", "value", "out", "up"), (width, width))
+    params = [
+        {name: jax.random.normal(next(keys), size) / width**0.5 for name, size in sizes.items()}
+        for _ in range(layers)
+    ]
+    x = jax.random.normal(next(keys), (1, length, width))
+
+    @descent
+    def step(params: Any, x: Any) -> Any:
+        for w in params:
+            query, key = ((x @ w[name]).reshape(1, length, heads, 2, -1) for name in ("query", "key"))
+            weights = jax.nn.softmax(jnp.einsum("bqhtd,bkhtd->bhtqk", query, key))
+            value = (x @ w["value"]).reshape(1, length, heads, -1)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights[:, :, 0] - 0.5 * weights[:, :, 1], value)
+            x = x + mixed.reshape(x.shape) @ w["out"]
+            x = x + jnp.tanh(x @ w["up"])
+        return (x**2).mean()
+
+    traced, _ = in_chunks(step, (params, x), 8)
+    assert [region.rows for region in traced.sites.regions] == [length] * layers
+
+
 def test_the_edges_of_a_graph_network_with_forces_are_done_in_chunks() -> None:
     """Forces are a gradient that is differentiated: of three layers ten loops, each of which waits for all edges."""
     atoms, width, edges, layers = 32, 32, 8192, 3

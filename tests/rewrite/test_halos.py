@@ -15,8 +15,8 @@ from jaxremat._program._windows import WindowRule
 from jaxremat._rewrite import _halos, _row_regions
 from jaxremat._rewrite._halos import Halos
 from jaxremat._rewrite._kernel_choice import equivalence
+from jaxremat._rewrite._regions import Region
 from jaxremat._rewrite._row_chunks import chunked
-from jaxremat._rewrite._row_regions import Region
 from jaxremat._rewrite._trace import trace
 
 NHWC = ("NHWC", "HWIO", "NHWC")

@@ -19,8 +19,9 @@ from jaxremat._rewrite._halos import Halos
 from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._program_readers import Readers
 from jaxremat._rewrite._region_loops import handed_on
+from jaxremat._rewrite._regions import Region
 from jaxremat._rewrite._row_chunks import chunked
-from jaxremat._rewrite._row_regions import Region, regions
+from jaxremat._rewrite._row_regions import regions
 from jaxremat._rewrite._trace import trace
 
 WIDTH = 6
