@@ -131,9 +131,9 @@ class Search:
                     self._bisect(budget)
         return self.ledger.best(budget) if self.ledger.some() else None
 
-    def least_known(self) -> tuple[Graph, Solution]:
-        """Return the solution of least predicted peak of the graphs that were made."""
-        known = ((cut, self.ledger.lowest(cut)) for cut in self.source.made)
+    def least_known(self, among: Sequence[Graph] = ()) -> tuple[Graph, Solution]:
+        """Return the solution of least predicted peak of some graphs, or of all that were made."""
+        known = ((cut, self.ledger.lowest(cut)) for cut in among or self.source.made)
         return min(known, key=lambda each: simulate(each[0], each[1].schedule).peak_nbytes)
 
     def faster(self, budget: int, rounds: int) -> CompiledCandidate | None:
@@ -152,11 +152,8 @@ class Search:
         return min(self.ledger.some(), key=lambda each: each.peak_nbytes)
 
     def least(self, rounds: int) -> CompiledCandidate | None:
-        """Return the fastest of the compiled schedules of about the least peak at an affordable overhead, after that
-        many rounds near the least, or fewer where not much is to be gained; None where the step as it is written is
-        that.
-
-        **Raises:** `NoProgramError`.
+        """Return the fastest compiled schedule of about the least peak at an affordable overhead, after at most that
+        many rounds near the least; None if that is the step as it is written. **Raises:** `NoProgramError`.
         """
         with self._interruptible(math.inf):
             self._least(None)
@@ -166,8 +163,7 @@ class Search:
             while not self._affordable(lowest) and (made := self.source.make_shallower()):
                 compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
                 lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
-            if not self._affordable(lowest):
-                lowest = self._affordable_least(lowest)
+            lowest = self._affordable_least(lowest)
             self._fewer_microbatches(lowest)
             self._approach(None, 0, rounds)
         most = self._about_least()
@@ -178,20 +174,25 @@ class Search:
         return found
 
     def _affordable_least(self, lowest: CompiledCandidate) -> CompiledCandidate:
-        """Compile the schedule of least predicted peak at an affordable overhead, of the graph of one that costs too
-        much; return it, or that one where there is none.
+        """Compile the schedule of least predicted peak at an affordable overhead, of the variant that needs least or of
+        a shallower one. Return it, or the lowest so far if that is better.
         """
-        graph, most = lowest.graph, self.most_seconds()
+        graph, found = self.least_known()
+        least, affordable = simulate(graph, found.schedule).peak_nbytes, self._affordable(lowest)
+        if affordable and least >= lowest.profile.peak_nbytes - LEAST_SLACK * self.temporaries_nbytes:
+            return lowest
+        while graph.extra_seconds > self.most_seconds() and (made := self.source.make_shallower()):
+            graph, found = self.least_known(made)
         everything = close_over_dependencies(graph, graph.residuals)
-        low, high = lowest.profile.peak_nbytes, simulate(graph, everything).peak_nbytes
+        low, high = (simulate(graph, each).peak_nbytes for each in (found.schedule, everything))
         best: Solution | None = None
         while high - low > max(LEAST_SLACK * self.temporaries_nbytes, 1):
             middle = (low + high) // 2
             found = self.ledger.within(graph, middle)
-            affordable = extra_seconds(graph, found.schedule) <= most
-            low, high, best = (low, middle, found) if affordable else (middle, high, best)
-        made = None if best is None else self.ledger.compile(graph, best)
-        return made or lowest
+            cheap = extra_seconds(graph, found.schedule) <= self.most_seconds()
+            low, high, best = (low, middle, found) if cheap else (middle, high, best)
+        made = best and self.ledger.compile(graph, best)
+        return made if made and not (affordable and made.peak_nbytes >= lowest.peak_nbytes) else lowest
 
     def _fewer_microbatches(self, lowest: CompiledCandidate) -> None:
         """Compile schedules of least memory in fewer microbatches than the lowest is in, by bisection: where sums of
@@ -300,8 +301,7 @@ class Search:
                 if i >= rounds + more and not (much or self._misses(room, LITTLE)):
                     break
                 # Schedules of least memory may have taken all compilations, and cost several times the step.
-                more_compilations = MORE_ROUNDS if much and budget is None else 0
-                if not self._allows(None if much else best, room, more_compilations):
+                if not self._allows(None if much else best, room, MORE_ROUNDS * (much and budget is None)):
                     break
                 self.ledger.compile(candidate.graph, candidate.pending)
                 candidate.pending = None
