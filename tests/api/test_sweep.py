@@ -106,7 +106,7 @@ def test_a_sweep_compiles_no_schedule_twice(monkeypatch: pytest.MonkeyPatch) -> 
     frontier = jaxremat.sweep(step, weights, jax.ShapeDtypeStruct(x, "float32"), points=8)
     assert len(frontier) > 4 and len(found) > 4
     assert len(found) == len(set(found)), "a schedule was compiled twice"
-    assert len(found) <= len(frontier), "a point takes more than one compilation"
+    assert len(found) <= 8, "a point takes more than one compilation"
 
 
 def test_a_rule_beyond_the_picture_is_not_compiled() -> None:
