@@ -1,8 +1,9 @@
 """Function and arguments -> `Frontier`: plans for budgets from the plain step's memory down to the least.
 
 Half of the budgets are the peaks of vertices of the convex hull of memory against time, whose schedules one solve each
-gives without a budget (see `_solver._hull`); the others halve the widest gaps between those. The plain step is compiled
-once. Law: what a sweep has done is on disk, so that the next one like it goes on from there.
+gives without a budget (see `_solver._hull`); the others lie about the middle of the widest gaps between those. A budget
+is what its plan needs, so that most take one compilation. The plain step is compiled once. Law: what a sweep has done
+is on disk, so that the next one like it goes on from there.
 """
 
 import functools
@@ -23,7 +24,8 @@ from .._plan._plan import Plan
 from .._plan._plan_cache import keep, key_of, recall
 from .._plan._problem import Problem
 from .._plan._request import Request, takes_planning
-from .._plan._verify import Before, make_plan, make_plan_of
+from .._plan._verify import Before, Gap, make_plan, make_plan_between, make_plan_of
+from .._report._frontier_plot import IN_PICTURE
 from .._runtime._budgets import Budget, parse_margin, with_margin
 from .._runtime._cache_folder import cache_dir
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError
@@ -36,9 +38,6 @@ from ._step import Step
 
 POLICIES = {"dots saved": SaveDots(), "√n checkpoints": Chen(), "recompute all": RecomputeAll()}
 """Rules by hand. The first is `jax.checkpoint_policies.dots_saveable`."""
-
-MOST_OVERHEAD = 1.0
-"""Rules that are predicted to cost more of the step's time than this are not compiled."""
 
 HULL_SHARE = 0.25
 """Share of the time limit that each solve for a vertex of the hull has, for each cutting into stages."""
@@ -149,8 +148,9 @@ class _Sweep:
             device=self.problem.device.name,
             fingerprint=self.problem.fingerprint,
         )
-        while len(found) < points and (budget := self._halfway(found, frontier.cost)):
-            entry = self._done(f"budget-{budget}", lambda budget=budget: self._entry(self._within(budget)))
+        while len(found) < points and (gap := self._widest(found, frontier.cost)):
+            budget = with_margin(gap.middle_nbytes, self.request.planning.workspace_margin)
+            entry = self._done(f"gap-{budget}", lambda gap=gap: self._entry(self._between(gap)))
             if entry["plan"] is None:  # then that of the next smaller budget is the best known
                 margin = parse_margin(self.request.planning.workspace_margin, budget)
                 plan = max((p.plan for p in found if p.budget_nbytes < budget), key=lambda p: p.budget_nbytes)
@@ -163,7 +163,8 @@ class _Sweep:
         shares = tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds)
         policies = []
         for i, name in enumerate(POLICIES):
-            policies.append(Policy(**self._done(f"rule-{i}", lambda name=name: self._policy(name))))
+            known = self._done(f"rule-{i}", lambda name=name: self._policy(name, found[1].overhead))
+            policies.append(Policy(**known))
             self.progress.advance()
         return replace(
             frontier, policies=tuple(policies), bounds=shares, points=monotone(found, frontier.cost)
@@ -194,9 +195,13 @@ class _Sweep:
         asked = replace(self.request, budget=budget)
         return make_plan(self.problem, asked, self.baseline, self.before).plan
 
-    def _within(self, budget: Budget) -> Plan | None:
+    def _between(self, gap: Gap) -> Plan | None:
+        """Return a plan in a gap, None where none was found."""
+        if self.baseline is not None:
+            found = make_plan_between(self.problem, self.request, gap, self.baseline, self.before)
+            return None if found is None else found.plan
         try:
-            return self._planned(budget)
+            return self._planned(with_margin(gap.middle_nbytes, self.request.planning.workspace_margin))
         except InfeasibleBudgetError:
             return None
 
@@ -279,30 +284,30 @@ class _Sweep:
             )
         return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
 
-    def _halfway(self, points: Sequence[Point], cost: Callable[[Point], float]) -> int | None:
-        """Return the middle of the gap between budgets that most may lie in, None where all are narrow.
+    def _widest(self, points: Sequence[Point], cost: Callable[[Point], float]) -> Gap | None:
+        """Return the gap between budgets that most may lie in, None where all are narrow.
 
         From its own peak up to its budget a plan is as good as any within that budget; and where the next smaller
         budget costs no more, there is nothing to be found.
         """
         points = sorted(points, key=lambda point: point.budget_nbytes)
         narrow = max(NARROW * (points[-1].budget_nbytes - points[0].budget_nbytes), 1)
-        gaps = []
+        gaps: list[tuple[float, Gap]] = []
         for low, high in pairwise(points):
-            width = high.plan.margin_nbytes + high.peak_nbytes - low.budget_nbytes
-            if width > narrow and (less := cost(low) - cost(high)) > 0:
-                gaps.append((width * less, low.budget_nbytes + width // 2))
+            gap = Gap(low.budget_nbytes - low.plan.margin_nbytes, cost(low), high.peak_nbytes, cost(high))
+            if gap.high_nbytes - gap.low_nbytes > narrow and gap.size > 0:
+                gaps.append((gap.size, gap))
         return max(gaps, default=(0, None))[1]
 
-    def _policy(self, name: str) -> dict[str, Any]:
-        """Return what a rule by hand needs and costs."""
+    def _policy(self, name: str, least_overhead: float) -> dict[str, Any]:
+        """Return what a rule by hand needs and costs; it is compiled if a picture has room for it."""
         verify = self.request.planning.verify
         graph = self.graphs.plain
         solution = POLICIES[name].solve(graph, None, time_limit=self.request.planning.time_limit)
         profile = simulate(graph, solution.schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         found = Policy(name, profile.peak_nbytes, None, overhead, None)
-        if verify and overhead <= MOST_OVERHEAD:
+        if verify and overhead <= IN_PICTURE * least_overhead:
             plan = make_plan_of(self.problem, self.request, graph, solution, self.baseline, self.before).plan
             found = replace(
                 found,

@@ -67,7 +67,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Policy:
-    """A rule that knows no budget, to compare with. **Fields** as of `Point`; what was not compiled is None."""
+    """A rule that knows no budget, to compare with. **Fields** as of `Point`; what was not compiled is None: what is
+    predicted to take much longer than the least memory does.
+    """
 
     name: str
     predicted_peak_nbytes: int

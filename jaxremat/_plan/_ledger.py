@@ -4,6 +4,7 @@ Invariant: no answer is worse, by the model, than one that the solver gave befor
 """
 
 import math
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -234,17 +235,19 @@ class Ledger:
 
     def beyond_nbytes(self, graph: Graph, budget: int, within_nbytes: float) -> int:
         """Return what compiled peaks of a variant are above predicted ones at about a budget, by plans for others; 0
-        where none says.
+        where none says. Between the nearest of either side it is as near to that of each as the budget is.
         """
 
         def distance(of: Round) -> int:
             return abs(of.compiled_peak_nbytes - budget)
 
-        known = (each for each in reversed(self.rounds) if each.form == graph.form)
-        nearest = min(known, key=distance, default=None)
-        if nearest is None or distance(nearest) > within_nbytes:
-            return 0
-        return nearest.compiled_peak_nbytes - nearest.predicted_peak_nbytes
+        known = [each for each in reversed(self.rounds) if each.form == graph.form]
+        sides = ([e for e in known if (e.compiled_peak_nbytes > budget) == above] for above in (False, True))
+        nearest = (min(side, key=distance, default=None) for side in sides)
+        near = [each for each in nearest if each is not None and distance(each) <= within_nbytes]
+        beyond = [each.compiled_peak_nbytes - each.predicted_peak_nbytes for each in near]
+        weights = [*map(distance, reversed(near))] if len(near) == 2 else [1]
+        return sum(map(operator.mul, beyond, weights)) // (sum(weights) or 1)
 
     def likely_beyond_nbytes(self, graph: Graph) -> int | None:
         """Return the least by which compiled peaks were above predicted ones of variants that do some of what this one

@@ -11,7 +11,7 @@ the `CandidateSource` supplies candidates.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -121,13 +121,13 @@ class Search:
         **Arguments:** `briefly` without the schedules of least memory that do not promise to fit.
         """
         with self._interruptible(budget):
-            self._approach(budget, rounds, MORE_ROUNDS)
+            self.approach(lambda: budget, rounds, MORE_ROUNDS)
             if briefly and self.ledger.best(budget) is None:
                 return None
             if not self._affordable(self.ledger.best(budget)):
                 self._least(budget)
                 if self.ledger.best(budget) is not None:  # now between what fits and what is cheap
-                    self._approach(budget, 0, MORE_ROUNDS)
+                    self.approach(lambda: budget, 0, MORE_ROUNDS)
                     self._bisect(budget)
         return self.ledger.best(budget) if self.ledger.some() else None
 
@@ -142,7 +142,7 @@ class Search:
         """
         self.effort.fits = True  # as it is written
         with self._interruptible(budget):
-            self._approach(budget, rounds, 0)
+            self.approach(lambda: budget, rounds, 0)
         fitting = (each for each in self.ledger.compiled if each.peak_nbytes <= budget)
         return fastest(each for each in fitting if each.seconds < 0 and (each.compiled_overhead or 0.0) <= 0)
 
@@ -165,7 +165,7 @@ class Search:
                 lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
             lowest = self._affordable_least(lowest)
             self._fewer_microbatches(lowest)
-            self._approach(None, 0, rounds)
+            self.approach(self._about_least, 0, rounds)
         most = self._about_least()
         found = self.ledger.best(most)
         if self.written_nbytes is not None and self.written_nbytes <= most:
@@ -278,19 +278,19 @@ class Search:
             return solver.most_seconds(self.graph) * (1 + 1e-9)
         return MOST_OVERHEAD * self.graph.step_seconds
 
-    def _approach(self, budget: int | None, rounds: int, more: int) -> None:
+    def approach(self, budget: Callable[[], int], rounds: int, more: int = 0) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
         is much to be gained: in each turn as many, so that a later one makes nothing worse.
 
-        **Arguments:** `budget` in bytes, None for about the least memory, which follows what is compiled.
+        **Arguments:** `budget` returns the bytes, which may follow what is compiled.
         """
         for number, turn in enumerate(self.turns, 1):
             self.effort.turn = number
-            most = self._most_compilations(turn, self._about_least() if budget is None else budget)
+            most = self._most_compilations(turn, budget())
             for i in range(rounds + more + MORE_ROUNDS):
                 if self.effort.compilations >= most:
                     break
-                room = self._about_least() if budget is None else budget
+                room = budget()
                 candidate = self._next(room, turn)
                 if candidate is None or candidate.pending is None:
                     break
@@ -301,7 +301,8 @@ class Search:
                 if i >= rounds + more and not (much or self._misses(room, LITTLE)):
                     break
                 # Schedules of least memory may have taken all compilations, and cost several times the step.
-                if not self._allows(None if much else best, room, MORE_ROUNDS * (much and budget is None)):
+                least = much and budget == self._about_least
+                if not self._allows(None if much else best, room, MORE_ROUNDS * least):
                     break
                 self.ledger.compile(candidate.graph, candidate.pending)
                 candidate.pending = None
@@ -489,8 +490,9 @@ class Search:
         """Return how much memory is about the least that was found."""
         found = self.ledger.some()
         least = min(each.peak_nbytes for each in [*filter(self._affordable, found)] or found)
-        if self.written_nbytes is not None:
-            least = min(least, self.written_nbytes)
+        return self._about(least if self.written_nbytes is None else min(least, self.written_nbytes))
+
+    def _about(self, least: int) -> int:
         more = min(LEAST_SLACK * self.temporaries_nbytes, LEAST_MORE * (least - self.graph.base_nbytes))
         return least + int(more)
 
@@ -557,12 +559,11 @@ class Search:
         return expected > max(budget, min(each.peak_nbytes for each in self.ledger.compiled) - little)
 
     def _hopeless(self, graph: Graph, solution: Solution, solver: Solver) -> bool:
-        """Return whether a schedule of this solver's of least memory is about the least or takes less than what was
-        compiled only if the model errs in its favour as never before on what this solver makes of its variant, in as
-        many stages or more: between fewer barriers the compiler needs more than predicted. Where nothing of that was
-        compiled, on variants that do some of the same, and without these, if it is right, or errs as far as on any.
-
-        Of another cutting with the same figures nothing else is expected.
+        """Return whether a schedule of this solver's of least memory needs more than about the least, or whether
+        something faster that was compiled would be taken in its place, unless the model errs in its favour as never
+        before on what this solver makes of its variant, in as many stages or more: between fewer barriers the compiler
+        needs more than predicted. Where nothing of that was compiled, on variants that do some of the same, and without
+        these, if it is right, or errs as far as on any. Of a cutting with the same figures nothing else is expected.
         """
         if self.ledger.has_like(graph, solution):
             return True
@@ -574,9 +575,9 @@ class Search:
         if likely is None:
             likely = min(0, *(each.beyond_nbytes for each in self.ledger.compiled))
         expected = profile.peak_nbytes + likely
-        cheaper = (e for e in self.ledger.compiled if e.profile.extra_seconds <= profile.extra_seconds)
-        no_better = bool(own) and any(each.peak_nbytes <= expected for each in cheaper)
-        return no_better or expected > self._about_least()
+        faster = (e for e in self.ledger.compiled if e.profile.extra_seconds <= profile.extra_seconds)
+        taken = any(each.peak_nbytes <= self._about(expected) for each in faster)
+        return taken or expected > self._about_least()
 
     def _bisect(self, budget: int) -> None:
         """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose

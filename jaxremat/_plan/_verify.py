@@ -8,7 +8,7 @@ import math
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
@@ -40,6 +40,10 @@ _ROUNDS = {"normal": 3, "thorough": 7}
 LIKELY = 1.2
 """A step whose estimate is at most this multiple of the budget may fit as written: it is compiled."""
 
+ENOUGH = 0.2
+"""A schedule between two plans that closes this share of the gap, of bytes times seconds, is not corrected: one halfway
+between them on a straight line closes a quarter."""
+
 SURELY = 0.5
 """A step whose estimate is at most this share of the budget is assumed to fit: it is compiled once, to run, and not
 planned."""
@@ -65,6 +69,47 @@ def make_plan(
     with timed() as stopwatch:
         found = _Planner(problem, request, stopwatch, baseline, before or Before()).run()
     warn_of(found.plan)
+    return found
+
+
+class Gap(NamedTuple):
+    """A gap between two plans: the peaks of both, and the shares of the step's time that they take longer."""
+
+    low_nbytes: int
+    low_overhead: float
+    high_nbytes: int
+    high_overhead: float
+
+    @property
+    def middle_nbytes(self) -> int:
+        """The peak halfway between the two."""
+        return (self.low_nbytes + self.high_nbytes) // 2
+
+    @property
+    def size(self) -> float:
+        """How much the two differ, in bytes times a share of the step's time."""
+        return (self.high_nbytes - self.low_nbytes) * (self.low_overhead - self.high_overhead)
+
+    def closed_by(self, found: CompiledCandidate) -> float:
+        """Return how much of it a schedule closes that needs less than the one and takes less than the other."""
+        told = found.round
+        overhead = told.compiled_overhead if found.graph.backend.fuses_reductions else told.overhead
+        fewer, less = self.high_nbytes - found.peak_nbytes, self.low_overhead - max(overhead, 0.0)
+        return fewer * less if min(fewer, less) > 0 else 0.0
+
+
+def make_plan_between(
+    problem: Problem, request: Request, gap: Gap, baseline: Baseline, before: Before
+) -> Planned | None:
+    """Return a plan in a gap between two others, whose budget is what it needs; the request's is not looked at. None
+    where none was found.
+
+    **Arguments:** `baseline` and `before` as of `make_plan`.
+    """
+    with timed() as stopwatch:
+        found = _Planner(problem, request, stopwatch, baseline, before).between(gap)
+    if found is not None:
+        warn_of(found.plan)
     return found
 
 
@@ -183,6 +228,19 @@ class _Planner:
             found = search.follow(graph, solution)
         except NoProgramError:
             return self._as_written("min")
+        return self._planned(search, found, found.peak_nbytes)
+
+    def between(self, gap: Gap) -> Planned | None:
+        search, found = self._measured_search(), None
+        for count in range(self.rounds):
+            search.approach(lambda: gap.middle_nbytes, 1)
+            found = max(filter(gap.closed_by, search.ledger.compiled), key=gap.closed_by, default=None)
+            enough = found is not None and gap.closed_by(found) >= ENOUGH * gap.size
+            if enough or len(search.ledger.compiled) <= count:  # or nothing more is promised
+                break
+        if found is None:
+            return None
+        found = self._combined(search, found, gap.high_nbytes - 1)
         return self._planned(search, found, found.peak_nbytes)
 
     def _plain_fits(self, budget: int) -> bool:

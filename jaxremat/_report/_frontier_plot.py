@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 _STEPS = 200
 """Places at which the lower bound is drawn."""
 
+IN_PICTURE = 1.5
+"""Rules by hand that take longer than so many times the most expensive point stand at the edge."""
+
 _ROOM = 1.15
 """Space shown above the most expensive point; hand-written rules beyond it are at the edge, with their figure."""
 
@@ -26,7 +29,7 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
         ax = pyplot.subplots(figsize=(8.0, 5.0), layout="constrained")[1]
     points = sorted(frontier, key=lambda p: (p.peak_nbytes, p.budget_nbytes))
     most = max(frontier.cost(p) for p in points) or 0.01
-    top = _ROOM * max([most, *(c for c in map(frontier.cost, frontier.policies) if c <= 1.5 * most)])
+    top = _ROOM * max([most, *(c for c in map(frontier.cost, frontier.policies) if c <= IN_PICTURE * most)])
     if frontier.judged == "compiled":  # what is proven is proven of the model, which is drawn too then
         top = max(top, _ROOM * max(p.overhead for p in points))
         ax.plot(

@@ -21,12 +21,13 @@ its own if it is made of that. A group's other residuals, those of each forward 
                 r[n,k] <= s[u] + r[prod(u),k]              n reads u, a value of the block
                 sum saved_nbytes(v) s[v] <= nbytes         for falling nbytes
 
-with s[v] saved and r[n,k] run again for stage k, a small integer program (HiGHS). Blocks with the same one, whatever
-their values are called, share its frontier: a net of a thousand equal layers has but a few.
+with s[v] saved and r[n,k] run again for stage k: by looking at all choices where a block is small, else an integer
+program (HiGHS). Blocks with the same one, whatever their values are called, share its frontier: a net of a thousand
+equal layers has but a few.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
@@ -50,6 +51,10 @@ LITTLE = 0.1
 MOST_STAGES = 6
 LEAST_GROUPS = 8
 """Stages of a group, and groups, where there are as many stages."""
+
+MOST_ENUMERATED = 14
+"""Values of a block of which all choices are looked at: with 8 that takes a millisecond, with 14 ten, where the integer
+programs of a frontier take a hundred."""
 
 POINTS = 16
 """The most points of a frontier."""
@@ -244,6 +249,63 @@ _found: dict[tuple[Any, ...], tuple[Point, ...]] = {}
 
 
 def _points(block: Block, most: int) -> tuple[Point, ...]:
+    sizes = [nbytes for *_, makes in block.program for _, nbytes, *_ in makes]
+    total, unit = float(sum(sizes)), max(*sizes, 1.0)
+    solve = _by_enumeration(block) if len(block.values) <= MOST_ENUMERATED else _by_integer_programs(block)
+    points = [solve(True, total)]
+    step, allowed = max(total / most, 1e-4 * unit), total
+    while allowed >= 0:
+        points.append(point := solve(False, allowed))
+        allowed = min(point.nbytes, allowed) - step if point is not None else -1.0
+    best: list[Point] = []
+    for point in sorted(filter(None, points), key=lambda p: (p.nbytes, p.seconds)):
+        if not best or point.seconds < best[-1].seconds:
+            best.append(point)
+    return tuple(reversed(best))
+
+
+Solve = Callable[[bool, float], Point | None]
+"""Of the choices that save no more than so many bytes, the one of least bytes, where the first argument says so, or of
+least time; of equals, the faster, or the smaller. None where there is none.
+"""
+
+
+def _by_enumeration(block: Block) -> Solve:
+    """Look at all choices at once: what they save says what runs again."""
+    size = len(block.values)
+    saved = (np.arange(2**size)[:, None] >> np.arange(size)) % 2 == 1
+    nbytes, seconds = np.zeros(len(saved)), np.zeros(len(saved))
+    most = 0.0
+    wanted: dict[
+        tuple[int, int], np.ndarray
+    ] = {}  # (value, stage) -> by choice, whether what runs again reads it
+    for each_seconds, reads, stages, makes in reversed(block.program):
+        most += len(stages) * each_seconds
+        for v, saved_nbytes, saved_seconds, _ in makes:
+            nbytes += saved_nbytes * saved[:, v]
+            seconds[saved[:, v]] += saved_seconds  # infinite for what may not be saved
+            most += saved_seconds if saved_seconds < np.inf else 0.0
+        for k in stages:
+            again = np.zeros(len(saved), dtype=bool)
+            for v, _, _, others in makes:
+                again |= ~saved[:, v] & (k in others or wanted.get((v, k), False))
+            seconds[again] += each_seconds
+            for u in reads:
+                wanted[u, k] = wanted.get((u, k), False) | again
+    shares = nbytes / (nbytes.max() or 1.0), seconds / (most or 1.0)
+    orders = shares[1] + 1e-6 * shares[0], shares[0] + 1e-6 * shares[1]
+
+    def solve(bytes_first: bool, allowed: float) -> Point | None:
+        order = np.where(nbytes <= allowed, orders[bytes_first], np.inf)
+        i = int(order.argmin())
+        if order[i] == np.inf:
+            return None
+        return Point(int(nbytes[i]), float(seconds[i]), tuple(np.flatnonzero(saved[i]).tolist()))
+
+    return solve
+
+
+def _by_integer_programs(block: Block) -> Solve:
     size = len(block.values)
     nbytes, price = [0.0] * size, [0.0] * size
     again: dict[tuple[int, int], int] = {}  # (producer, stage) -> its variable
@@ -265,7 +327,7 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
             rows.append({u: 1.0, again[made_by[u], k]: 1.0, again[n, k]: -1.0})
             bounds.append(0.0)
     if not rows:
-        return (Point(0, 0.0, ()),)
+        return lambda bytes_first, allowed: Point(0, 0.0, ())
     entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
     r, c, x = zip(*entries, strict=True)
     count, total = len(price), sum(nbytes)
@@ -276,11 +338,9 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
     seconds = np.array(price)
     pinned = np.isinf(seconds)
     seconds[pinned] = 0.0
-    points: list[Point] = []
     upper: Any = np.where(pinned, 0, 1)
 
     def solve(bytes_first: bool, allowed: float) -> Point | None:
-        """Return the one of least bytes, or of least time; of equals, the faster, or the smaller."""
         shares = weights / (total or 1.0), seconds / (seconds.sum() or 1.0)
         first, second = shares if bytes_first else shares[::-1]
         room = LinearConstraint(csr_array(weights[None] / unit), ub=allowed / unit)
@@ -296,19 +356,9 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
             return None
         chosen = found.x > 0.5
         saved = tuple(np.flatnonzero(chosen[:size]).tolist())
-        points.append(Point(int(weights[list(saved)].sum()), float(chosen @ seconds), saved))
-        return points[-1]
+        return Point(int(weights[list(saved)].sum()), float(chosen @ seconds), saved)
 
-    solve(True, total)
-    step, allowed = max(total / most, 1e-4 * unit), total
-    while allowed >= 0:
-        point = solve(False, allowed)
-        allowed = min(point.nbytes, allowed) - step if point is not None else -1.0
-    best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.nbytes, p.seconds)):
-        if not best or point.seconds < best[-1].seconds:
-            best.append(point)
-    return tuple(reversed(best))
+    return solve
 
 
 STATES = 2000

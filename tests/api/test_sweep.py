@@ -30,6 +30,7 @@ from jaxremat import (
 from jaxremat._plan import _problem as problem_module
 from jaxremat._plan import _step_compiler
 from jaxremat._plan._search import Search
+from jaxremat._report._frontier_plot import IN_PICTURE
 
 CASE = BY_NAME["custom_vjp"]
 ARGS = jax.eval_shape(CASE.make_args)
@@ -105,6 +106,15 @@ def test_a_sweep_compiles_no_schedule_twice(monkeypatch: pytest.MonkeyPatch) -> 
     frontier = jaxremat.sweep(step, weights, jax.ShapeDtypeStruct(x, "float32"), points=8)
     assert len(frontier) > 4 and len(found) > 4
     assert len(found) == len(set(found)), "a schedule was compiled twice"
+    assert len(found) <= 8, "a point takes more than one compilation"
+
+
+def test_a_rule_beyond_the_picture_is_not_compiled() -> None:
+    frontier = swept(3)
+    most = IN_PICTURE * frontier.least.overhead
+    assert {p.overhead > most for p in frontier.policies} == {True, False}
+    for p in frontier.policies:
+        assert (p.compiled_peak_nbytes is None) == (p.overhead > most)
 
 
 def test_no_plan_of_the_sweep_is_better_than_the_point_of_a_budget(frontier: Frontier) -> None:

@@ -30,6 +30,7 @@ from jaxremat._plan._candidates import Candidate, CandidateSource, cheapest, nex
 from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
 from jaxremat._plan._search import HOST_MORE, HOST_WORTH, MORE_ROUNDS, Search
+from jaxremat._plan._verify import Gap
 
 NONE = Variants(Loops((), (), (), (), ()))
 """No variants but the plain step."""
@@ -241,7 +242,7 @@ def test_what_misses_by_little_is_corrected_beyond_the_effort() -> None:
 
     def tries(effort: Effort, temporaries: int = 1000) -> int:
         search = searching(graph, Prefixes(), compiled, temporaries * UNIT, effort=effort)
-        search._approach(budget, 3, 0)
+        search.approach(lambda: budget, 3)
         return len(search.ledger.compiled)
 
     assert tries(Effort()) > 3
@@ -1024,3 +1025,47 @@ def test_for_the_least_memory_nothing_is_compiled_that_is_less_only_by_errors_as
     search.ledger.of_least = (search.ledger.solver,)
     assert search.lowest().graph is first
     assert tried == [20, *([24, 25] if error > 0 else [])]
+
+
+def test_a_slower_form_is_compiled_only_if_nothing_faster_would_be_taken_beside_it() -> None:
+    """It promises less than what was compiled, but not so much less that the faster is about the least no more."""
+    graph = replace(chain(12), step_seconds=10000.0)
+    search = searching(graph, Prefixes(), compiled_dearly, 10**9)
+    trial = a_trial(graph, set(), None)
+    search.ledger.compiled = [replace(trial, peak_nbytes=trial.peak_nbytes + 100)]
+    much = (trial.peak_nbytes - graph.base_nbytes) // 2
+    for less, slower, hopeless in ((0, 0.1, True), (much, 0.1, False), (0, -0.1, False)):
+        other = replace(graph, form=of_chunks(4), base_nbytes=graph.base_nbytes - less)
+        other = replace(other, extra_seconds=slower * graph.step_seconds)
+        assert search._hopeless(other, trial.solution, search.ledger.solver) == hopeless
+
+
+def test_a_schedule_closes_a_gap_as_far_as_it_needs_less_and_takes_less() -> None:
+    """Of 100 bytes and half a step's time: halfway on a straight line a quarter, and what is as slow as the smaller
+    plan, or as large as the larger one, nothing.
+    """
+    graph = replace(chain(6), platform="gpu")
+    gap = Gap(100, 0.75, 200, 0.25)
+    assert gap.middle_nbytes == 150
+    closed = {
+        (150, 0.5): 0.25,
+        (120, 0.25): 0.8,
+        (90, 0.5): 0.55,
+        (150, 0.75): 0,
+        (200, 0.3): 0,
+        (250, 0.9): 0,
+    }
+    for (nbytes, overhead), share in closed.items():
+        made = replace(a_trial(graph, set(), overhead), peak_nbytes=nbytes)
+        assert gap.closed_by(made) == pytest.approx(share * gap.size)
+
+
+def test_between_others_the_error_of_the_nearest_on_either_side_is_expected() -> None:
+    graph = chain(6)
+    made = a_trial(graph, set(), 0.1).round
+    sides = ((1000, 40), (1300, 100), (5000, 0))
+    rounds = [replace(made, compiled_peak_nbytes=n, predicted_peak_nbytes=n - more) for n, more in sides]
+    ledger = Ledger(Prefixes(), Effort(), 1.0, rounds=rounds)
+    expected = {1000: 40, 1100: 60, 1200: 80, 900: 40, 1600: 100, 3000: 0}
+    assert {n: ledger.beyond_nbytes(graph, n, 500) for n in expected} == expected
+    assert ledger.beyond_nbytes(replace(graph, form=of_chunks(2)), 1100, 500) == 0

@@ -9,7 +9,6 @@ import pytest
 from graphs import UNIT, Builder, blocks, chain, passes
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import milp
 from strategies import graphs
 
 from jaxremat import Graph, Milp, SaveAll, close_over_dependencies, simulate
@@ -104,13 +103,18 @@ def cheapest(block: Any) -> dict[int, float]:
     return best
 
 
-@given(graphs(most_nodes=9, most_stages=3))
-def test_frontiers_are_those_of_brute_force(graph: Graph) -> None:
+@pytest.mark.parametrize("most_enumerated", [0, 9])
+@given(graph=graphs(most_nodes=9, most_stages=3))
+def test_frontiers_are_those_of_brute_force(graph: Graph, most_enumerated: int) -> None:
+    """By integer programs and by enumeration."""
     for block in _blocks.blocks(graph)[0]:
         if len(block.values) > 9:
             continue
         best = cheapest(block)
-        for point in frontier(block):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_blocks, "MOST_ENUMERATED", most_enumerated)
+            points = _blocks._points(block, _blocks.POINTS)
+        for point in points:
             at_most = min(seconds for nbytes, seconds in best.items() if nbytes <= point.nbytes)
             assert point.seconds == pytest.approx(at_most)
 
@@ -149,13 +153,13 @@ def test_equal_blocks_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_frontiers_are_solved_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer points where there is less time, of which the ends are the same."""
-    solves = []
+    solves, own = [], _blocks._points
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        solves.append(args)
-        return milp(*args, **kwargs)
+    def counting(block: Any, most: int) -> Any:
+        solves.append(block)
+        return own(block, most)
 
-    monkeypatch.setattr(_blocks, "milp", counting)
+    monkeypatch.setattr(_blocks, "_points", counting)
     monkeypatch.setattr(_blocks, "_found", {})
     graph = layers(16)
     block = _blocks.blocks(graph)[0][0]
@@ -172,6 +176,17 @@ def test_frontiers_are_solved_once_for_all_budgets(monkeypatch: pytest.MonkeyPat
             assert Blocks().solve(graph, graph.base_nbytes + share * UNIT, time_limit=60) == found
     assert counts[0] > 0
     assert counts[1:] == [0, 0]
+
+
+def test_of_small_blocks_no_integer_program_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    own = _blocks.milp
+    monkeypatch.setattr(_blocks, "milp", lambda *args, **options: asked.append(args) or own(*args, **options))
+    monkeypatch.setattr(_blocks, "_found", {})
+    graph = layers(16)
+    assert max(len(block.values) for block in _blocks.blocks(graph)[0]) <= _blocks.MOST_ENUMERATED
+    Blocks().solve(graph, graph.base_nbytes + 400 * UNIT, time_limit=60)
+    assert not asked
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
