@@ -177,9 +177,9 @@ class Search:
         """Compile the schedule of least predicted peak at an affordable overhead, of the variant that needs least or of
         a shallower one. Return it, or the lowest so far if that is better.
         """
-        graph, found = self.least_known()
-        least, affordable = simulate(graph, found.schedule).peak_nbytes, self._affordable(lowest)
-        if affordable and least >= lowest.profile.peak_nbytes - LEAST_SLACK * self.temporaries_nbytes:
+        affordable = self._affordable(lowest)
+        graph, found = self.least_known() if affordable else (lowest.graph, lowest.solution)
+        if affordable and any(each.graph.form == graph.form for each in self.ledger.compiled):
             return lowest
         while graph.extra_seconds > self.most_seconds() and (made := self.source.make_shallower()):
             graph, found = self.least_known(made)
