@@ -169,7 +169,7 @@ def test_where_a_pinned_value_stays_it_is_said_why() -> None:
     graph = replace(graph, values=tuple(values), host=host)
     graph = with_pins(graph, [Pin("offload", v, f"pin {v}") for v in (small, returned, long, last)])
     said = staying(graph, close_over_dependencies(graph, ()))
-    for v, why in ((small, "less than"), (returned, "returns"), (long, "2000 ms"), (last, "no time")):
+    for v, why in ((small, "smaller than"), (returned, "returns"), (long, "2000 ms"), (last, "no time")):
         assert re.search(rf"pin {v}: [^|]*: [^:]*{why}", said.replace(". pin", "|pin"))
     assert not staying(replace(graph, host=None), close_over_dependencies(replace(graph, host=None), ()))
 

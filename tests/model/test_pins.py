@@ -130,7 +130,7 @@ def test_a_stage_begins_where_it_is_pinned() -> None:
     assert inside in {s.start for s in cut_stages(graph, fine=True)}
     check(graph, close_over_dependencies(graph, ()))
     with pytest.raises(
-        SolverError, match=f"No stage begins at node {inside}, where hint stage {inside} wants one"
+        SolverError, match=f"No stage begins at node {inside}, but hint stage {inside} asks for one"
     ):
         check(
             replace(graph, stages=free.stages),
@@ -141,15 +141,17 @@ def test_a_stage_begins_where_it_is_pinned() -> None:
 def test_a_solver_that_ignores_a_pin_is_refused() -> None:
     graph = pinned(chain(3), save=[1], recompute=[2])
     free = chain(3)
-    with pytest.raises(SolverError, match=r"saves value 2, against hint recompute 2.*honours all pins"):
+    with pytest.raises(
+        SolverError, match=r"saves value 2, which contradicts hint recompute 2.*honours all pins"
+    ):
         check(graph, close_over_dependencies(free, (1, 2, 3)))
-    with pytest.raises(SolverError, match="does not save value 1, against hint save 1"):
+    with pytest.raises(SolverError, match="does not save value 1, which contradicts hint save 1"):
         check(graph, close_over_dependencies(free, ()))
 
 
 def test_pins_that_contradict_each_other_or_the_graph() -> None:
     with pytest.raises(
-        HintError, match=r"hint save 2 and hint recompute 2 contradict .* u8\[1\] from dot_general"
+        HintError, match=r"hint save 2 contradicts hint recompute 2: .* u8\[1\] from dot_general"
     ):
         pinned(chain(3), save=[2], recompute=[2])
     with pytest.raises(

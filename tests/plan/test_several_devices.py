@@ -297,5 +297,7 @@ def test_a_plan_of_another_mesh_is_refused_as_such() -> None:
     args = jnp.ones((8, 8)), jnp.ones((64, 8))
     plan = jaxremat.plan(step, *args, budget="1GiB")
     of_four = replace(plan, devices=4, fingerprint=plan.fingerprint[::-1])
-    with pytest.raises(jaxremat.PlanMismatchError, match=r"mesh of 4 devices, this step is on one device\."):
+    with pytest.raises(
+        jaxremat.PlanMismatchError, match=r"mesh of 4 devices, but this step is on one device\."
+    ):
         jaxremat.optimize(plan=of_four)(step).plan(*args)
