@@ -91,10 +91,11 @@ def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
         for i in found.selected.intersection(alive)
         for j in _selected_itself(eqns, maker, i) or found.compared[i]
     }
-    made = {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}
     readers = Counter(v for i in alive for v in set(_compat.variables(eqns[i].invars)))
     several = {i for i in found.compared if sum(readers[v] for v in eqns[i].outvars) > 1}
-    return made | (found.selected | several).intersection(alive)
+    # Calls and loops that compare inside are among the comparisons too; no kernel repeats those.
+    made = shared | (found.selected | several).intersection(alive)
+    return {i for i in made if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}
 
 
 def _selected_itself(eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int], i: int) -> set[int]:

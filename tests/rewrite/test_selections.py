@@ -274,6 +274,17 @@ def test_what_a_compiler_would_make_twice_passes_a_fence() -> None:
     assert worst(settled(flat)) < 1e-2
 
 
+def test_a_call_that_compares_passes_no_fence() -> None:
+    """No kernel repeats it, and it may have several results."""
+
+    @jax.jit
+    def parts(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.where(x == largest, x, 0), jnp.where(x == largest, 0, x)
+
+    called = jax.make_jaxpr(lambda x: parts(y := jnp.sin(x), y.max()))(jnp.arange(8.0))
+    assert [e.primitive.name for e in settled(called).eqns].count("jit") == 1
+
+
 def test_chunks_do_not_lose_gradients() -> None:
     step, args = stepping(largest_of_four, layers=2)
     planned = jaxremat.optimize(
