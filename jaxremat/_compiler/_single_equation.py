@@ -35,7 +35,7 @@ from .._model._graph import backend
 from .._program import _compat
 from .._program._compat import Aval
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_contraction
+from .._program._primitives import is_contraction, is_in_chunks
 from .._rewrite._kernel_choice import with_bodies_replaced
 from .._rewrite._trace import Traced
 from .._runtime._cache_folder import cache_dir, read, store
@@ -100,8 +100,8 @@ def workspaces(
     above_nbytes: int,
     among: Collection[int] | None = None,
 ) -> dict[int, int]:
-    """Return scratch bytes by equation index, for contractions with operands above a size; with
-    `among` for those of them alone.
+    """Return scratch bytes by equation index, for contractions with operands above a size and for rows in chunks, which
+    may hold many times their operands; with `among` for those of them alone.
 
     They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
     """
@@ -116,7 +116,9 @@ def workspaces(
         and is_contraction(eqn)
         and not eqn.effects
         and eqn.outvars
-        and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
+        and (
+            is_in_chunks(eqn) or max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
+        )
     ]
     found: dict[int, int] = {}
     with phase("compiling single operations", len(large), kind="compile") as progress, cache:

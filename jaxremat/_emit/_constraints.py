@@ -322,12 +322,32 @@ def _held(
     source, graph = step.source, step.graph
     made = {v for n in cloned for v in source[n].outvars}
     found: list[Var] = []
+    waits: set[Var] = set()
+
+    def is_small(var: Var) -> bool:
+        return aval_nbytes(var.aval) <= graph.small_nbytes
+
+    def hold_back(n: int) -> None:
+        operands = _compat.variables(source[n].invars)
+        inner = [a for a in operands if a in step.value_of and a not in made]
+        cloned_too = [a for a in operands if a in made]
+        if inner or not cloned_too:
+            found.extend(inner or operands)
+        else:
+            hold_back(step.maker(cloned_too[0]))
+        waits.update(source[n].outvars)
+
+    # What is small may be made early. It passes no barrier, so that kernels make it, or its row, as they read it.
     for n in cloned:
         if is_loop_edge(source[n]):
             continue
         operands = _compat.variables(source[n].invars)
-        inner = [a for a in operands if a in step.value_of and a not in made]
-        found.extend(inner if inner or any(a in made for a in operands) else operands)
+        large = [a for a in operands if a in step.value_of and a not in made and not is_small(a)]
+        if large or not waits.isdisjoint(operands):
+            found.extend(large)
+            waits.update(source[n].outvars)
+        elif not all(map(is_small, source[n].outvars)):
+            hold_back(n)
     entering = [n for n in step.own[k] if graph.nodes[n].loop != loop and step.entered(n)]
     starts = (a for n in entering for a in _compat.variables(source[n].invars) if a in step.value_of)
     found.extend(a for a in starts if step.place[step.maker(a)] < k)

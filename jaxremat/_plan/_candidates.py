@@ -5,7 +5,7 @@ which values a variant has in parts, a sketch (the plain graph with these values
 worth a graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
@@ -43,6 +43,9 @@ of 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4
 SKETCH_SLACK = 0.1
 """A sketch may exceed the variant by this share of the plain step's temporaries: with its loss in 2 chunks, that GPT
 fits a fifth of them, and its sketch needs 5 % more."""
+
+SKETCH_SHARE = 0.5
+"""But by no more than this share of the budget's own temporaries: within 3 % of a plain step's a tenth is no limit."""
 
 
 class Space(Protocol):
@@ -143,25 +146,27 @@ class CandidateSource:
             cheaper = (i for i, e in enumerate(left) if self.variants.estimate(e).more_seconds <= seconds)
             left.insert(max(cheaper, default=-1) + 1, inside)
 
-    def add_variant(self, seconds: float | None, budget: int, turn: int) -> bool:
+    def add_variant(self, seconds: float | None, allowance: Callable[[Variant], int], turn: int) -> bool:
         """Make the next variant of a turn that may fit, if none is known that takes less; return whether there was one.
 
         A graph takes as long as several solves: those that may fit only if their sketches need more than they do are
         made last, while nothing fits.
 
-        **Arguments:** `seconds` that the best so far takes, None if nothing fits.
+        **Arguments:** `seconds` that the best so far takes, None if nothing fits; `allowance` returns the predicted
+        peak to ask of a variant.
         """
         inexact = turn == INEXACTLY
-        for slack in (0.0, SKETCH_SLACK) if seconds is None else (0.0,):
+        for sketched in (False, True) if seconds is None else (False,):
             for left in self.left[inexact]:
                 for variant in [*left]:
                     estimate = self.variants.estimate(variant)
                     if seconds is not None and seconds <= self.graph.extra_seconds + estimate.more_seconds:
                         break
+                    budget = allowance(variant)
                     may_fit = self.plain_nbytes - estimate.fewer_nbytes <= budget
                     if not (may_fit or variant in self.deepest[inexact]):
                         continue
-                    room = budget + int(slack * self.temporaries_nbytes)
+                    room = self._sketch_room(budget) if sketched else budget
                     # What host memory is worth, no sketch says.
                     if (turn == HOST or self._promises(variant, seconds, room)) and self.make(variant):
                         return True
@@ -188,9 +193,13 @@ class CandidateSource:
         if worthwhile < 0:
             return False
         # A sketch leaves out the sums that microbatches keep, but has whole what rows in chunks hand on.
-        room = budget + int((not estimate.whole) * SKETCH_SLACK * self.temporaries_nbytes)
-        sketch = self._sketch(variant, room)
+        sketch = self._sketch(variant, budget if estimate.whole else self._sketch_room(budget))
         return sketch is None or sketch[1] <= SKETCHED * worthwhile
+
+    def _sketch_room(self, budget: int) -> int:
+        """Return what the sketch of a variant may need that fits a budget."""
+        beside = max(budget - self.graph.base_nbytes, 0)
+        return budget + int(min(SKETCH_SLACK * self.temporaries_nbytes, SKETCH_SHARE * beside))
 
     def _sketch(self, variant: Variant, room: int) -> tuple[bool, float] | None:
         """Return whether a sketch of a variant's graph fits, and what its values cost then, None where there is

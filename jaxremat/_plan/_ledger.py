@@ -16,6 +16,7 @@ from .._emit._emit import FINISHED
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule, check
 from .._model._simulate import Profile, simulate
+from .._model._variant import Variant
 from .._report._outcome import PlanningTime, Round
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InstallError, SolverError
@@ -233,7 +234,7 @@ class Ledger:
         self._lowest: dict[tuple[int, int], Solution] = {}  # by `id`s of a graph and a solver
         self._finished: set[tuple[int, int]] = set()  # `id`s of graphs, with allowances
 
-    def beyond_nbytes(self, graph: Graph, budget: int, within_nbytes: float) -> int:
+    def beyond_nbytes(self, form: Variant, budget: int, within_nbytes: float) -> int:
         """Return what compiled peaks of a variant are above predicted ones at about a budget, by plans for others; 0
         where none says. Between the nearest of either side it is as near to that of each as the budget is.
         """
@@ -241,7 +242,7 @@ class Ledger:
         def distance(of: Round) -> int:
             return abs(of.compiled_peak_nbytes - budget)
 
-        known = [each for each in reversed(self.rounds) if each.form == graph.form]
+        known = [each for each in reversed(self.rounds) if each.form == form]
         sides = ([e for e in known if (e.compiled_peak_nbytes > budget) == above] for above in (False, True))
         nearest = (min(side, key=distance, default=None) for side in sides)
         near = [each for each in nearest if each is not None and distance(each) <= within_nbytes]
@@ -249,11 +250,11 @@ class Ledger:
         weights = [*map(distance, reversed(near))] if len(near) == 2 else [1]
         return sum(map(operator.mul, beyond, weights)) // (sum(weights) or 1)
 
-    def likely_beyond_nbytes(self, graph: Graph) -> int | None:
+    def likely_beyond_nbytes(self, form: Variant) -> int | None:
         """Return the least by which compiled peaks were above predicted ones of variants that do some of what this one
         does otherwise; None where nothing of the kind was compiled.
         """
-        alike = (each for each in self.compiled if each.graph.form.overlaps(graph.form))
+        alike = (each for each in self.compiled if each.graph.form.overlaps(form))
         return min((each.beyond_nbytes for each in alike), default=None)
 
     def some(self) -> list[CompiledCandidate]:

@@ -20,7 +20,7 @@ from .._emit._emit import COMBINED
 from .._model._graph import Graph
 from .._model._schedule import check, close_over_dependencies
 from .._model._simulate import extra_seconds, rank, simulate
-from .._model._variant import INSIDE
+from .._model._variant import INSIDE, Variant
 from .._solver import Solution, Solver, Sublinear
 from .._solver._mincut import saving_less
 from ._candidates import (
@@ -266,9 +266,8 @@ class Search:
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
             seconds = order[1] if order[0] == 0.0 else None
-            if allowance is None or not any(
-                self.source.add_variant(seconds, allowance, turn) for turn in self.turns
-            ):
+            add = partial(self.source.add_variant, seconds, lambda _: allowance or 0)
+            if allowance is None or not any(map(add, self.turns)):
                 return cut, solution
 
     def most_seconds(self) -> float:
@@ -340,7 +339,7 @@ class Search:
                     break
                 seconds = [each.expected[1] for each in ready] + ([best.seconds] if best else [])
                 fastest = min(seconds, default=None)
-                if not self.source.add_variant(fastest, budget, turn):
+                if not self.source.add_variant(fastest, partial(self._likely_allowance, budget), turn):
                     break
             if i == len(self.candidates):
                 self.candidates.append(Candidate(self.source.made[i]))
@@ -415,12 +414,10 @@ class Search:
         alike = [each for each in self.ledger.compiled if each.graph.alike(candidate.graph)]
         own = [each for each in alike if each.graph is candidate.graph]
         candidate.compiled = own
-        candidate.closed = id(candidate.graph) in self.ledger.failed or bool(
-            own and self._enough(own[-1], budget)
-        )
-        last = (
-            (own or alike)[-1:] if candidate.graph.host is not None else []
-        )  # of copies the model is least sure
+        enough = bool(own) and self._enough(own[-1], budget)
+        candidate.closed = enough or id(candidate.graph) in self.ledger.failed
+        # Of copies the model is least sure.
+        last = (own or alike)[-1:] if candidate.graph.host is not None else []
         candidate.error_seconds = sum(each.seconds - each.profile.extra_seconds for each in last)
         if alike:
             allowance = next_allowance(own or alike, budget)
@@ -429,13 +426,16 @@ class Search:
             of_form = (each for each in self.ledger.compiled if each.graph.form == candidate.graph.form)
             allowance = budget - max(each.beyond_nbytes for each in of_form)
         else:
-            near = NEAR * self.temporaries_nbytes
-            known = self.ledger.beyond_nbytes(candidate.graph, budget, near)
-            likely = self.ledger.likely_beyond_nbytes(candidate.graph) or 0
-            much = likely > LITTLE * self.temporaries_nbytes  # else solving once more gains little
-            allowance = budget - (max(known, likely) if much else known)
+            allowance = self._likely_allowance(budget, candidate.graph.form)
         if candidate.allowance != allowance:
             candidate.allowance, candidate.pending = allowance, None
+
+    def _likely_allowance(self, budget: int, form: Variant) -> int:
+        """Return what to ask of a variant of which nothing was compiled, by what was of others like it."""
+        known = self.ledger.beyond_nbytes(form, budget, NEAR * self.temporaries_nbytes)
+        likely = self.ledger.likely_beyond_nbytes(form) or 0
+        much = likely > LITTLE * self.temporaries_nbytes  # else solving once more gains little
+        return budget - (max(known, likely) if much else known)
 
     def _enough(self, compiled: CompiledCandidate, budget: int) -> bool:
         """Return whether a plan leaves nothing to be gained within the budget by others of its graph."""
@@ -571,7 +571,7 @@ class Search:
             return False
         profile, alike = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
         own = [each.beyond_nbytes for each in alike if len(each.graph.stages) >= len(graph.stages)]
-        likely = min(own) if own else self.ledger.likely_beyond_nbytes(graph)
+        likely = min(own) if own else self.ledger.likely_beyond_nbytes(graph.form)
         if likely is None:
             likely = min(0, *(each.beyond_nbytes for each in self.ledger.compiled))
         expected = profile.peak_nbytes + likely

@@ -629,6 +629,25 @@ def test_no_graph_is_made_of_a_variant_that_a_sketch_rules_out(
     assert asked == [of_chunks(n) for n in wanted]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_no_graph_is_made_of_a_variant_that_one_like_it_rules_out(share: float) -> None:
+    """Its sketch fits the budget, but not with what the compiler adds to the like."""
+    graph = chain(12)
+    peak = peak_of(graph, graph.residuals)
+    divided = tuple((v, 0) for v in graph.residuals[:6])
+    estimates = {
+        (0, (n,)): Estimate(peak + n, n * 1e-3 * graph.step_seconds, divided=divided) for n in (2, 4)
+    }
+    space = Space(graph, replace(NONE, others=(Sites(ROWS, estimates),)))
+    asked: list[Variant] = []
+    space.of = lambda variant: asked.append(variant)  # type: ignore[method-assign, assignment]
+    search = searching(space, Milp(), compiled_dearly, peak)
+    like = a_trial(replace(graph, form=of_chunks(2)), set(), 0.1)
+    search.ledger.compiled = [replace(like, peak_nbytes=like.profile.peak_nbytes + int(share * peak))]
+    search._next(like.profile.peak_nbytes - 1)
+    assert (of_chunks(4) in asked) == (not share)
+
+
 def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
     graph = replace(chain(12), platform="gpu")
     peak = peak_of(graph, graph.residuals)
@@ -1067,5 +1086,5 @@ def test_between_others_the_error_of_the_nearest_on_either_side_is_expected() ->
     rounds = [replace(made, compiled_peak_nbytes=n, predicted_peak_nbytes=n - more) for n, more in sides]
     ledger = Ledger(Prefixes(), Effort(), 1.0, rounds=rounds)
     expected = {1000: 40, 1100: 60, 1200: 80, 900: 40, 1600: 100, 3000: 0}
-    assert {n: ledger.beyond_nbytes(graph, n, 500) for n in expected} == expected
-    assert ledger.beyond_nbytes(replace(graph, form=of_chunks(2)), 1100, 500) == 0
+    assert {n: ledger.beyond_nbytes(graph.form, n, 500) for n in expected} == expected
+    assert ledger.beyond_nbytes(of_chunks(2), 1100, 500) == 0

@@ -11,10 +11,12 @@ import optax
 import pytest
 from chains import descent
 from evaluation import evaluated
+from forms import of_chunks
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
+from jaxremat._compiler._single_equation import workspaces
 from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import is_in_chunks
 from jaxremat._rewrite._flat_program import FlatProgram
@@ -349,3 +351,11 @@ def test_a_head_has_two_chunks_of_logits_and_two_gradients_at_most(count: int) -
     logits, gradient = 4 * BATCH * LENGTH * WORDS // count, 4 * WORDS * WIDE
     # The other gradient is a result.
     assert needs.temporaries_nbytes < 2 * logits + 1.5 * gradient
+
+
+def test_what_chunks_hold_inside_counts_however_small_their_operands() -> None:
+    traced = trace(jax.jit(step_of(cross_entropy)), arguments(), {}).in_form(of_chunks(4))
+    (call,) = (i for i, eqn in enumerate(traced.jaxpr.eqns) if is_in_chunks(eqn))
+    found = workspaces(traced, Program(step_of(cross_entropy)), "cpu", above_nbytes=2**40)
+    assert list(found) == [call]
+    assert found[call] > 4 * BATCH * LENGTH * WORDS // 4  # a chunk of logits
