@@ -325,7 +325,8 @@ def _held(
     waits: set[Var] = set()
 
     def is_small(var: Var) -> bool:
-        return aval_nbytes(var.aval) <= graph.small_nbytes
+        # XLA:CPU launches nothing, and what it does early with small values costs memory: a UNet at a third has no plan.
+        return graph.backend.fuses_reductions and aval_nbytes(var.aval) <= graph.small_nbytes
 
     def hold_back(n: int) -> None:
         operands = _compat.variables(source[n].invars)
