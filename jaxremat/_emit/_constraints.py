@@ -325,7 +325,7 @@ def _held(
     waits: set[Var] = set()
 
     def is_small(var: Var) -> bool:
-        # XLA:CPU launches nothing, and what it does early with small values costs memory: a UNet at a third has no plan.
+        # XLA:CPU launches nothing, and what it does early costs memory: a UNet at a third has no plan.
         return graph.backend.fuses_reductions and aval_nbytes(var.aval) <= graph.small_nbytes
 
     def hold_back(n: int) -> None:
@@ -341,6 +341,7 @@ def _held(
     # What is small may be made early. It passes no barrier, so that kernels make it, or its row, as they read it.
     for n in cloned:
         if is_loop_edge(source[n]):
+            waits.update(source[n].outvars)
             continue
         operands = _compat.variables(source[n].invars)
         large = [a for a in operands if a in step.value_of and a not in made and not is_small(a)]
