@@ -8,7 +8,8 @@ At the start of each stage of the backward pass stands a barrier that holds back
 
 - *operands* are what is held: saved and kept values that clones read, and saved values and arguments that the stage's
   own contractions read, which the compiler would else copy into another layout long before. Other readers keep the
-  originals, so that nothing else is cut. Arguments are held for a clone only where it reads nothing else.
+  originals, so that nothing else is cut. Arguments are held for a clone only where it reads nothing else. Small values
+  are not held on a GPU: kernels make them, or read their row of a stack, as they want them.
 - *triggers* are what must be finished: the small results (weight gradients, reductions) that the stage before leaves
   behind. They pass the barrier on their way to the optimizer, whose updates wait for it (*updates*). Only where there
   is none that is late enough, a cotangent passes, which cuts it off from kernels that would read it.
@@ -105,15 +106,6 @@ def operands(step: Analysis) -> Iterator[Constraint]:
             carried = [v for v in carries if _can_pass(v) and not _is_written_over(step, v)] if hold else []
             readers = _readers(step, hold, step.cloned[k], inner)
             yield Constraint(Point("within", k), hold, carried, readers, why="operands")
-
-
-def fetches(step: Analysis) -> Iterator[Constraint]:
-    """Hold back what the user's program copies to the device, until the stage in which the copy stands."""
-    for k in range(len(step.graph.stages)):
-        readers = {n: step.operands(n) for n in step.fetches if step.place[n] == k}
-        yield Constraint(
-            Point("stage", k), [a for read in readers.values() for a in read], (), readers, "fetches"
-        )
 
 
 def triggers(step: Analysis) -> Iterator[Constraint]:
@@ -273,7 +265,7 @@ def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
 
 RULES: Mapping[str, Rule] = {
     (name := find.__name__.replace("_", " ")): _rule(name, find)
-    for find in (operands, fetches, triggers, updates, blocks, last_reads, masks, pieces)
+    for find in (operands, triggers, updates, blocks, last_reads, masks, pieces)
 }
 """In the order in which a barrier's operands stand."""
 
@@ -338,7 +330,7 @@ def _held(
             hold_back(step.maker(cloned_too[0]))
         waits.update(source[n].outvars)
 
-    # What is small may be made early. It passes no barrier, so that kernels make it, or its row, as they read it.
+    # What is small may be made early, and behind a barrier it, or its row, would have a kernel of its own.
     for n in cloned:
         if is_loop_edge(source[n]):
             waits.update(source[n].outvars)
