@@ -124,7 +124,7 @@ MECHANISMS = (
     *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "barriers: triggers")),
     *map(Mechanism, ("in-place results", "kernel choice", "loop scratch memory")),
     *map(Mechanism, ("separate backward passes", "barriers: masks", "masks in bits")),
-    *map(Mechanism, ("barriers: operands", "barriers: updates", "barriers: blocks")),
+    *map(Mechanism, ("barriers: operands", "barriers: fetches", "barriers: updates", "barriers: blocks")),
     *map(
         Mechanism,
         ("pooling's gradient by place", "rows as batch dimensions", "sinking into loops"),

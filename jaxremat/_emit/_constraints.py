@@ -108,6 +108,19 @@ def operands(step: Analysis) -> Iterator[Constraint]:
             yield Constraint(Point("within", k), hold, carried, readers, why="operands")
 
 
+def fetches(step: Analysis) -> Iterator[Constraint]:
+    """Hold back what the user's program copies to the device, until the stage in which the copy stands.
+
+    Without it the optimizer's state of unrolled layers is there at once: an MLP needs 16 MiB more. In a scan the wait
+    costs time alone, 6 % of a GPT's step.
+    """
+    for k in range(len(step.graph.stages)):
+        readers = {n: step.operands(n) for n in step.fetches if step.place[n] == k}
+        yield Constraint(
+            Point("stage", k), [a for read in readers.values() for a in read], (), readers, "fetches"
+        )
+
+
 def triggers(step: Analysis) -> Iterator[Constraint]:
     """Let what each stage makes again wait until the stage before is done."""
     for k in range(len(step.graph.stages)):
@@ -265,7 +278,7 @@ def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
 
 RULES: Mapping[str, Rule] = {
     (name := find.__name__.replace("_", " ")): _rule(name, find)
-    for find in (operands, triggers, updates, blocks, last_reads, masks, pieces)
+    for find in (operands, fetches, triggers, updates, blocks, last_reads, masks, pieces)
 }
 """In the order in which a barrier's operands stand."""
 

@@ -110,8 +110,8 @@ def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Li
     that follows on the same rows, as the layers behind an attention do, or, where that is too much for one, without.
     """
     able, dimensions = list[Region](), list(range(len(shaped(v).shape)))
+    above = LARGE * aval_nbytes(v.aval)
     for within_passes in (False, True):
-        above = LARGE * aval_nbytes(v.aval)
         growers = [
             Grower(program, taken, above, limits.most_products, within_passes=within_passes)
             for _ in dimensions

@@ -39,6 +39,7 @@ def test_what_must_be_finished_is_made_before_and_read_behind(name: str) -> None
     with recorded() as acted:
         found = constraints(step)
     assert {each.why for each in found} == {rule for rule in RULES if acted[f"barriers: {rule}"]}
+    assert not acted["barriers: fetches"]  # nothing is in host memory
     starts = [*(stage.start for stage in step.graph.stages), len(step.graph.nodes)]
     held = [each for each in found if each.hold]
     assert held
