@@ -111,8 +111,8 @@ def operands(step: Analysis) -> Iterator[Constraint]:
 def fetches(step: Analysis) -> Iterator[Constraint]:
     """Hold back what the user's program copies to the device, until the stage in which the copy stands.
 
-    Without it the optimizer's state of unrolled layers is there at once: an MLP needs 16 MiB more. In a scan the wait
-    costs time alone, 6 % of a GPT's step.
+    Without it the optimizer's state of unrolled layers is there at once, and budgets that were met are refused. Where
+    layers are scanned it saves little, and costs time: 6 points of a small GPT's step.
     """
     for k in range(len(step.graph.stages)):
         readers = {n: step.operands(n) for n in step.fetches if step.place[n] == k}
