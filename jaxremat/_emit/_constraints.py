@@ -318,8 +318,8 @@ def _held(
 ) -> list[Var]:
     """Return what the barrier of stage `k` in a loop, -1 for none, holds back.
 
-    Nothing that the stage clones, nor what its own contractions read in another layout, is made of what is there before
-    the barrier in any other way.
+    Nothing large that the stage clones, nor what its own contractions read in another layout, can be made before the
+    barrier. Small clones may be, where the compiler fuses reductions.
 
     **Arguments:** `waiting` the equations that wait for this or another barrier; `arriving` what comes back from the
     host's memory behind it.
@@ -334,6 +334,7 @@ def _held(
         return graph.backend.fuses_reductions and aval_nbytes(var.aval) <= graph.small_nbytes
 
     def hold_back(n: int) -> None:
+        """Hold what a clone reads, however small, or what the small clone that it reads is made of."""
         operands = _compat.variables(source[n].invars)
         inner = [a for a in operands if a in step.value_of and a not in made]
         cloned_too = [a for a in operands if a in made]
