@@ -109,7 +109,7 @@ class Analysis:
         for n in backward:
             if self.entered(n):
                 place[n] = begins[graph.nodes[n].loop]
-        settled = {n for stage in graph.stages for n, _ in stage.deferred}
+        settled = {n for stage in graph.stages for n in stage.deferred}
         settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
         makers = {graph.values[v].producer for n in backward for v in self.entered(n)}
         # What starts a loop off passes the barrier before it; if it is zeros, it is made behind that barrier.
@@ -214,8 +214,9 @@ class Analysis:
         """Return the deferred equations of the stages before this one that have not run when it begins, each with the
         stage whose barrier it waits for.
         """
-        stages = self.graph.stages[:k]
-        return {n: until for stage in stages for n, until in stage.deferred if until >= k}
+        released = map(self.graph.released, range(k))
+        until = zip(self.graph.stages[:k], released, strict=True)
+        return {n: end for stage, end in until if end >= k for n in stage.deferred}
 
     def waits(self, n: int, var: Var) -> bool:
         """Return whether an equation in its own place reads an operand behind the stage's barrier: so that kernels

@@ -87,7 +87,7 @@ def operands(step: Analysis) -> Iterator[Constraint]:
         loop, around = graph.nodes[stage.start].loop, graph.around(stage.start)
         inside = [n for n in step.own[k] if graph.nodes[n].loop == loop]
         outside = [n for n in step.own[k] if graph.nodes[n].loop != loop]
-        waiting, deferred = step.waiting(k), dict(stage.deferred)
+        waiting, deferred = step.waiting(k), set(stage.deferred)
         outer = [*(n for n, until in waiting.items() if until <= k), *outside]
         inner = [n for n in inside if n not in deferred and n not in waiting]
         # The barrier of a loop's first stage holds the whole loop back, not what its iterations make again.

@@ -159,7 +159,7 @@ def _write_stage(step: Analysis, writer: Writer, transfers: Transfers, k: int) -
         writer.put(n, _again(step, writer, n), loop, clone_of=k)
     if loop == around:
         _run(step, writer, transfers, resumed)
-    deferred = waiting.keys() | dict(stage.deferred).keys()
+    deferred = waiting.keys() | set(stage.deferred)
     now = (n for n in inside if n not in deferred)
     _run(step, writer, transfers, sorted(now, key=lambda n: (n in writer.last, n)))
 

@@ -145,13 +145,13 @@ class Stage:
     """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
 
     **Fields:** `finished`: the values (weight gradients, statistics) that mark its end. `deferred`: those of its nodes
-    (optimizer updates) that wait for a later barrier, each with the stage of that barrier.
+    (optimizer updates) that wait for the next barrier, see `Graph.released`.
     """
 
     start: int
     stop: int
     finished: tuple[int, ...] = ()
-    deferred: tuple[tuple[int, int], ...] = ()
+    deferred: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -358,14 +358,19 @@ class Graph:
 
     @cached_property
     def lingering(self) -> dict[int, int]:
-        """The finished values that deferred nodes read, each with the last stage whose barrier releases such a node."""
+        """The finished values that deferred nodes read, each with the stage whose barrier releases these nodes."""
         lingering: dict[int, int] = {}
-        for stage in self.stages:
-            finished = set(stage.finished)
-            for n, k in stage.deferred:
-                for v in finished.intersection(self.nodes[n].inputs):
-                    lingering[v] = max(lingering.get(v, k), k)
+        for k, stage in enumerate(self.stages):
+            read = {v for n in stage.deferred for v in self.nodes[n].inputs}
+            lingering |= dict.fromkeys(read.intersection(stage.finished), self.released(k))
         return lingering
+
+    def released(self, stage: int) -> int:
+        """Return the stage whose barrier the deferred nodes of a stage wait for, one past the last for the step's end:
+        the next that stands in no loop.
+        """
+        later = range(stage + 1, len(self.stages))
+        return next((k for k in later if self.around(self.stages[k].start) < 0), len(self.stages))
 
     def holdable(self, value: int, stage: int) -> bool:
         """Return whether the stage before can recompute the value and hand it on into the stage: never in or out of

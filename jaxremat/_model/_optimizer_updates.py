@@ -1,11 +1,10 @@
-"""Graph + cuts -> stages: what each stage leaves behind for the optimizer, and which updates wait for a later barrier.
+"""Graph + cuts -> stages: what each stage leaves behind for the optimizer, and which updates wait for the next barrier.
 
 A barrier must wait for the stage before it, and what says that a stage is done are the results that nothing else goes
-on from: weight gradients, statistics. They are held until a later barrier, with the updates behind it. Two reasons: the
-compiler drops what passes a barrier and is read by nobody; and it copies every donated argument that is overwritten
-before its last reader is known to be done.
+on from: weight gradients, statistics. The compiler drops what passes a barrier and is read by nobody. So either what an
+update returns passes, or the gradient does, and its update waits behind the barrier.
 
-Law: whatever reads a deferred node's results is deferred with it or longer, or runs after it.
+Law: whatever reads a deferred node's results is deferred with it.
 """
 
 from collections.abc import Sequence
@@ -71,10 +70,9 @@ class _Updates:
         self.finished = [finished(range(a, b)) for a, b in pairwise(cuts)]
 
     def stages(self) -> tuple[Stage, ...]:
-        waits = self._waits()
         return tuple(
-            Stage(a, b, tuple(done), tuple((n, waits[n]) for n in range(a, b) if n in waits))
-            for (a, b), done in zip(pairwise(self.cuts), self.finished, strict=True)
+            Stage(a, b, tuple(self.finished[k]), tuple(sorted(self._deferred(k))))
+            for k, (a, b) in enumerate(pairwise(self.cuts))
         )
 
     def _finished(self, nodes: range) -> list[int]:
@@ -134,20 +132,24 @@ class _Updates:
             found.update(dict.fromkeys(updated or (self._moved(v, nodes),)))
         return list(found)
 
-    def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
-        """Return what the update that the value leads to returns; nothing where not all of it can run in the stage,
-        or where what it overwrites is read later.
-        """
-        graph = self.graph
+    def _update(self, v: int, nodes: range) -> set[int]:
+        """Return all that follows from a value, if it is in these nodes and fused; else nothing."""
         update: set[int] = set()
         stack = [v]
         while stack:
             for n in self.readers[stack.pop()]:
-                if n not in nodes or graph.nodes[n].fusion_root:
-                    return ()
+                if n not in nodes or self.graph.nodes[n].fusion_root:
+                    return set()
                 if n not in update:
                     update.add(n)
-                    stack.extend(graph.nodes[n].outputs)
+                    stack.extend(self.graph.nodes[n].outputs)
+        return update
+
+    def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
+        """Return what the update that the value leads to returns; nothing where not all of it can run in the stage,
+        or where what it overwrites is read later.
+        """
+        graph, update = self.graph, self._update(v, nodes)
         over = graph.donated.intersection(u for n in update for u in graph.nodes[n].inputs)
         if any(m >= nodes.stop for u in over for m in self.readers[u]):
             return ()
@@ -186,104 +188,25 @@ class _Updates:
                 found.add(node.id)
         return found
 
-    def _waits(self) -> dict[int, int]:
-        """Return for each deferred node the stage whose barrier it waits for; one past the last for the
-        step's end.
-        """
-        graph, last = self.graph, len(self.cuts) - 1
-        begun = {v for values in self.finished for v in values}
-        done = self._done()
-        waits: dict[int, int] = {}
-        for n, k in self.stage_of.items():
-            producers = [graph.values[v].producer for v in graph.nodes[n].inputs]
-            if n in self.prompt or n in self.leaving:
-                continue
-            if not any(v in begun for v in graph.nodes[n].inputs) and not any(p in waits for p in producers):
-                continue
-            overwritten = [m for v in graph.nodes[n].inputs if v in graph.donated for m in self.readers[v]]
-            waits[n] = max(
-                [
-                    k + 1,
-                    *(waits[p] for p in producers if p in waits),
-                    *(done[m] for m in overwritten if m in done and (m < n or graph.nodes[m].contraction)),
-                ]
-            )
-        while True:
-            # First what cannot wait at all, lest it tie updates together that have nothing to do with each other.
-            levelled = waits
-            wrong = self._wrong(waits) or self._wrong(levelled := self._levelled(waits))
-            if not wrong:
-                return {n: self._outside(min(k, last)) for n, k in levelled.items()}
-            waits = self._following({n: k for n, k in waits.items() if n not in wrong}, begun)
+    def _deferred(self, k: int) -> set[int]:
+        """Return the updates of a stage that wait for the next barrier."""
+        deferred: set[int] = set()
+        for v in self.finished[k]:
+            update = self._update(v, range(self.cuts[k], self.cuts[k + 1]))
+            if not any(map(self._is_bound, update)):
+                deferred |= update
+        return deferred
 
-    def _outside(self, k: int) -> int:
-        """Return the stage, or the first behind it whose barrier does not stand in a loop."""
-        while self.cuts[k] < len(self.graph.nodes) and self.graph.around(self.cuts[k]) >= 0:
-            k += 1
-        return k
-
-    def _following(self, waits: dict[int, int], begun: set[int]) -> dict[int, int]:
-        """Return those of the nodes that read something finished, or what another of them makes."""
-        following: dict[int, int] = {}
-        for n in sorted(waits):
-            inputs = self.graph.nodes[n].inputs
-            if any(v in begun or self.graph.values[v].producer in following for v in inputs):
-                following[n] = waits[n]
-        return following
-
-    def _levelled(self, waits: dict[int, int]) -> dict[int, int]:
-        """Return the waits, raised until all of an update waits as long as its last part: what passes a barrier
-        is held back.
-        """
-        graph, levelled = self.graph, dict(waits)
-        before = None
-        while before != (before := tuple(levelled.values())):
-            for order in (sorted(levelled), sorted(levelled, reverse=True)):
-                for n in order:
-                    near = [graph.values[v].producer for v in graph.nodes[n].inputs]
-                    near += [m for v in graph.nodes[n].outputs for m in self.readers[v]]
-                    levelled[n] = max([levelled[n], *(levelled[m] for m in near if m in levelled)])
-        return levelled
-
-    def _wrong(self, waits: dict[int, int]) -> set[int]:
-        """Return the nodes that cannot be deferred so long, because of what they are or what reads them earlier."""
-        graph, last = self.graph, len(self.cuts) - 1
-        wrong = set()
-        for n, k in waits.items():
-            node, stop = graph.nodes[n], self.cuts[min(k, last)]
-            early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
-            if (
-                node.fusion_root
-                or node.forward
-                or node.loop >= 0
-                or not node.repeatable
-                or early
-                or any(self._held(v) for v in node.inputs)
-            ):
-                wrong.add(n)
-        return wrong
+    def _is_bound(self, n: int) -> bool:
+        """Return whether a node cannot wait: as it runs in a loop or once, or would hold a residual until then."""
+        node = self.graph.nodes[n]
+        runs_here = node.loop >= 0 or not node.repeatable or n in self.leaving or n in self.prompt
+        return runs_here or any(map(self._held, node.inputs))
 
     def _held(self, v: int) -> bool:
         """Return whether the value is a residual that would have to be held for an update."""
         before = self.graph.values[v].producer < self.cuts[0]
         return self.graph.is_residual(v) and before and self.graph.values[v].nbytes > self.graph.small_nbytes
-
-    def _done(self) -> dict[int, int]:
-        """Return for each node the first stage whose barrier waits for it: the next, if what its own stage
-        finishes needs it.
-        """
-        graph = self.graph
-        done: dict[int, int] = {}
-        for k, (start, stop) in enumerate(pairwise(self.cuts)):
-            stack = [graph.values[v].producer for v in self.finished[k]]
-            while stack:
-                n = stack.pop()
-                if start <= n < stop and n not in done:
-                    done[n] = k + 1
-                    stack.extend(graph.values[v].producer for v in graph.nodes[n].inputs)
-            for n in range(start, stop):
-                done.setdefault(n, k + 2)
-        return done
 
 
 def _readers(graph: Graph) -> list[list[int]]:

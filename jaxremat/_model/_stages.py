@@ -231,13 +231,12 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     ]
     new_of = {k: i for i, k in enumerate(first)}
     groups = [graph.stages[k:stop] for k, stop in zip(first, [*first[1:], len(graph.stages)], strict=True)]
-    waits = _waiting(graph, first)
     stages = [
         Stage(
             start=group[0].start,
             stop=group[-1].stop,
             finished=tuple(v for stage in group for v in stage.finished),
-            deferred=tuple((n, waits[n]) for stage in group for n, _ in stage.deferred if n in waits),
+            deferred=tuple(n for stage in group for n in stage.deferred),
         )
         for group in groups
     ]
@@ -251,15 +250,3 @@ def _in_fewer(copy: HostCopy, first: list[int]) -> HostCopy:
     """Return a copy in terms of the stages that are left. Where its value is read before one begins, none waits."""
     over = bisect_left(first, copy.over) if copy.over >= 0 else -1
     return copy._replace(begun=bisect_left(first, copy.begun), over=over if over < len(first) else -1)
-
-
-def _waiting(graph: Graph, first: list[int]) -> dict[int, int]:
-    """Return the deferred nodes with the stages of their barriers, but for those whose results are read before."""
-    waits = {n: bisect_left(first, until) for stage in graph.stages for n, until in stage.deferred}
-    starts = [*(graph.stages[k].start for k in first), len(graph.nodes)]
-    waiting: dict[int, int] = {}
-    for n in sorted(waits, reverse=True):
-        after = [m for v in graph.nodes[n].outputs for m in graph.readers[v] if m >= graph.forward_stop]
-        if all(waiting.get(m, -1) >= waits[n] or m >= starts[waits[n]] for m in after):
-            waiting[n] = waits[n]
-    return waiting
