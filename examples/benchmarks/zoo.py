@@ -1,7 +1,10 @@
-"""Make the plans that come with the library, and report which of them are stale.
+"""Collect the plans that come with the library, and report which of them are stale.
 
-    python -m examples.benchmarks.zoo resnet50 gpt --scale full --target h100 --shares 0.5 min
+    python -m examples.benchmarks.steps resnet50 --target h100 --shares 0.75 0.5 0.33 min
+    python -m examples.benchmarks.zoo resnet50 --scale full --target h100
     python -m examples.benchmarks.zoo --check
+
+The plans are those that `steps` kept, so that the zoo and the tables of results have the same figures.
 
 A plan follows from the network's code, from the versions of jax, Flax and Optax, and from how jaxremat normalises a
 traced step. When one of them changes a step's jaxpr, its plans must be made again: `--check` traces every program that
@@ -16,56 +19,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
 
 import jaxremat
+from examples.benchmarks import records
 from examples.benchmarks.networks import NAMES, program
 from jaxremat import zoo
-from jaxremat._plan._baseline import measure_baseline
-from jaxremat._plan._verify import make_plan
 from jaxremat._rewrite._fingerprint import fingerprint
 from jaxremat._rewrite._trace import trace
 
 FOLDER = Path(zoo.__file__).parent
 SHARES = ("0.75", "0.5", "0.33", "min")
-TIME_LIMIT = 60.0
-"""Seconds for each solve: these plans are made once."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jaxremat")
 
 
-def make(network: str, scale: str, target: str, shares: Sequence[str], folder: Path = FOLDER) -> Path:
-    """Plan a network at shares of its temporaries, and write or replace its file.
+def make(network: str, scale: str, target: str, kept: Path, folder: Path = FOLDER) -> Path:
+    """Write or replace a network's file, of the plans in the folder `kept`.
 
-    Shares that nothing fits, and those for which nothing has to be dropped, are left out.
+    Shares that nothing fits have no plan there, and those for which nothing has to be dropped are left out.
     """
     step = program(network, scale=scale)  # type: ignore[arg-type]
     args = step.abstract_args()
-    options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
-    options |= {"target": target} if target != "cpu" else {}
-    decorate = jaxremat.optimize(None, planning=jaxremat.Planning(time_limit=TIME_LIMIT), **options)
-    problem, request = decorate(step.step)._prepare(args, {})
-    baseline = measure_baseline(problem, plain=True, tagged=False)
-    plain = baseline.plain.memory  # compiled once for all shares
     plans: dict[str, jaxremat.Plan] = {}
-    for share in shares:
-        budget: int | str = "min"
-        if share != "min":
-            budget = plain.base_nbytes + int(float(share) * plain.temporaries_nbytes)
-        try:
-            plan = make_plan(problem, replace(request, budget=budget), baseline).plan
-        except jaxremat.InfeasibleBudgetError as error:
-            print(
-                f"  {share}: infeasible, the least found is {jaxremat.format_nbytes(error.min_peak_nbytes)}"
-            )
+    for share in SHARES:
+        path = kept / f"{share}.json"
+        if not path.exists():
+            print(f"  {share}: no plan in {path}")
             continue
+        plan = jaxremat.Plan.load(path)
         if plan.drops_nothing and not plan.form.choices:
             print(f"  {share}: nothing has to be dropped, no plan is needed")
             continue
         name = share if share == "min" else f"{float(share):.0%}"
         plans[name] = replace(plan, alive=())  # which is read off the program again when the plan is applied
         print(f"  {name}: {str(plan).splitlines()[0]}")
+    if not plans:
+        raise SystemExit(
+            f"No plan of {network} is kept: make some with `python -m examples.benchmarks.steps`."
+        )
     inputs = args[1]["inputs"]
     shared = {
         "network": network,
@@ -108,12 +100,11 @@ def applied(entry: zoo.Entry) -> jaxremat.Plan:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without arguments it checks the smallest network's plans."""
-    parser = argparse.ArgumentParser(description="Make or check the plans that come with the library.")
+    parser = argparse.ArgumentParser(description="Collect or check the plans that come with the library.")
     parser.add_argument("networks", nargs="*", metavar="network", help=", ".join(NAMES))
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="small")
     parser.add_argument("--target", choices=("cpu", *jaxremat.targets()), default="h100")
-    parser.add_argument("--shares", nargs="+", metavar="S", default=SHARES, help="of the temporaries, or min")
-    parser.add_argument("--check", action="store_true", help="make nothing; say which plans are stale")
+    parser.add_argument("--check", action="store_true", help="collect nothing; say which plans are stale")
     parser.add_argument("--compile", action="store_true", help="with --check: apply and compile them too")
     given = parser.parse_args(argv)
     if unknown := set(given.networks) - set(NAMES):
@@ -121,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.networks and not given.check:
         for network in given.networks:
             print(f"{network}, {given.scale}, {given.target}:")
-            print(f"  in {make(network, given.scale, given.target, given.shares)}")
+            kept = records.OUT / "plans" / given.target / f"{network}-{given.scale}"
+            print(f"  in {make(network, given.scale, given.target, kept)}")
         return
     networks = given.networks or (NAMES if given.check else ("gpt_scanned",))
     entries = [e for e in zoo.entries() if e.here and e.network in networks]

@@ -89,8 +89,7 @@ def find(network: str, budget: str, *, target: str = "h100", scale: str = "full"
     if found is None:
         raise PlanMismatchError(
             f"The zoo's plan `{alike[0].name}` is for jax {' and '.join(e.jax for e in alike)}, and this is jax "
-            f"{JAX_MINOR}, whose jaxprs differ. Make a new plan, with `jaxremat.plan` or "
-            f"`python -m examples.benchmarks.zoo {network}`."
+            f"{JAX_MINOR}, whose jaxprs differ. Make a new plan with `jaxremat.plan`."
         )
     return found
 

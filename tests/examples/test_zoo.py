@@ -10,7 +10,7 @@ import pytest
 
 import jaxremat
 from examples.benchmarks import zoo as script
-from examples.benchmarks.networks import NAMES
+from examples.benchmarks.networks import NAMES, program
 from jaxremat import ArgumentError, Plan, PlanMismatchError, zoo
 
 ENTRIES = zoo.entries()
@@ -109,12 +109,17 @@ def test_a_file_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_makes_plans_and_finds_stale_ones(
+def test_the_script_collects_plans_and_finds_stale_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = script.make("gpt_scanned", "tiny", "cpu", ("0.01", "min"), tmp_path)
+    with pytest.raises(SystemExit, match="No plan of gpt_scanned is kept"):
+        script.make("gpt_scanned", "tiny", "cpu", tmp_path)
+    step = program("gpt_scanned", scale="tiny")
+    plan = jaxremat.plan(step.step, *step.abstract_args(), budget="min", donate_argnums=step.donate_argnums)
+    plan.save(tmp_path / "min.json")
+    path = script.make("gpt_scanned", "tiny", "cpu", tmp_path, tmp_path)
     assert path.name == f"gpt_scanned-tiny-cpu-jax{zoo.JAX_MINOR}.json.gz"
-    assert "infeasible, the least found is" in capsys.readouterr().out
+    assert "0.33: no plan in" in capsys.readouterr().out
     (entry,) = zoo.parse(gzip.decompress(path.read_bytes()).decode(), path.name)
     assert entry.budget == "min" and entry.here and not entry.plan.alive
     assert script.applied(entry).compiled_peak_nbytes == entry.plan.compiled_peak_nbytes
