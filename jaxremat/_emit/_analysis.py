@@ -1,7 +1,7 @@
-"""Step, graph, schedule -> what their emission asks again and again, found once and never changed.
+"""Step, graph, schedule -> the queries that emission repeats, each computed once and never changed.
 
-Equations are known by their numbers, which are those of the graph's nodes; stages by theirs. A fused equation runs in
-the stage of its first reader, whose kernel it is part of.
+Equations and stages are identified by their numbers; an equation's is its node id. A fused equation runs in the stage
+of its first reader, because it is part of that reader's kernel.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from ._hoisting import Hazards, is_zero
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """A step that is emitted by a schedule of its graph.
+    """A step, its graph and the schedule by which it is emitted.
 
-    **Fields:** `combined` whether barriers let pass what devices add up (see `_emit.COMBINED`); `cotangents` the
-    arguments of a backward pass that is a program of its own, else none.
+    **Fields:** `combined` whether no partial sums may pass barriers (see `_emit.COMBINED`); `cotangents` the arguments
+    of a backward pass that is a separate program, else none.
     """
 
     traced: Traced
@@ -41,7 +41,7 @@ class Analysis:
 
     @cached_property
     def value_of(self) -> dict[Var, int]:
-        """The value that each result of an equation is."""
+        """The value id of each equation's results."""
         pairs = zip(self.graph.nodes, self.source, strict=True)
         return {v: i for node, eqn in pairs for v, i in zip(eqn.outvars, node.outputs, strict=True)}
 
@@ -52,7 +52,7 @@ class Analysis:
 
     @cached_property
     def readers(self) -> dict[Var, list[int]]:
-        """The equations that read a variable, once for each time that they do; not copies that begin early."""
+        """The equations that read a variable, once for each operand; without copies that begin early."""
         found: dict[Var, list[int]] = {}
         for n, eqn in enumerate(self.source):
             for a in () if n in self.begun else _compat.variables(eqn.invars):
@@ -78,7 +78,7 @@ class Analysis:
 
     @cached_property
     def begun(self) -> frozenset[int]:
-        """Those copies to the host, which begin behind what makes their operand, not in their place."""
+        """The copies in `puts`. They begin right behind the equation that computes their operand."""
         return frozenset(n for puts in self.puts.values() for n in puts)
 
     @cached_property
@@ -94,7 +94,7 @@ class Analysis:
 
     @cached_property
     def hazards(self) -> Hazards:
-        """The work that the compiler would hoist."""
+        """The equations that the compiler would hoist."""
         return Hazards(self.graph, self.source, self.readers, self.value_of)
 
     @cached_property
@@ -112,7 +112,7 @@ class Analysis:
         settled = {n for stage in graph.stages for n in stage.deferred}
         settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
         makers = {graph.values[v].producer for n in backward for v in self.entered(n)}
-        # What starts a loop off passes the barrier before it; if it is zeros, it is made behind that barrier.
+        # A loop's initial carries pass the barrier before it, except for zeros, which are allocated behind it.
         zeros = {n for n in makers if n >= 0 and is_zero(source[n])}
         settled |= makers - zeros
         for n in reversed(backward):
@@ -123,7 +123,7 @@ class Analysis:
         return place
 
     def _outside(self, k: int, loop: int) -> int:
-        """Return the stage, or the last before it with whose equations or barrier those of this loop may stand."""
+        """Return the last stage up to `k` whose equations or barrier are in a loop, -1 for none."""
         graph = self.graph
         while k and loop not in (graph.nodes[n := graph.stages[k].start].loop, graph.around(n)):
             k -= 1
@@ -139,7 +139,7 @@ class Analysis:
 
     @cached_property
     def updates(self) -> frozenset[int]:
-        """The equations of the backward pass from which nothing follows but results, in no kernels of their own."""
+        """The fused equations of the backward pass from which only the step's results follow."""
         graph = self.graph
         found: set[int] = set()
         for n in reversed(range(graph.forward_stop, len(graph.nodes))):
@@ -150,7 +150,7 @@ class Analysis:
 
     @cached_property
     def copies(self) -> frozenset[int]:
-        """The saved parts of values in fewer bits: what is decoded of them is made again where it is read."""
+        """The saved parts of values in fewer bits, which are decoded again where they are read."""
         parts = {
             self.value_of[v] for each in self.traced.program.encoded if not each.exact for v in each.parts
         }
@@ -158,20 +158,20 @@ class Analysis:
 
     @cached_property
     def decoded(self) -> dict[int, Var]:
-        """By equation the values that the last of those which decode them gives, but for exact copies."""
+        """The original values by the last equation that decodes each of them, without exact copies."""
         return {
             self.maker(each.decoded): each.whole for each in self.traced.program.encoded if not each.exact
         }
 
     @cached_property
     def cloned(self) -> list[list[int]]:
-        """The equations to clone for each stage: the schedule's, and the fused ones between them and its readers."""
+        """The equations to clone for each stage: those of the schedule and the fused ones that they feed."""
         passed: set[int] = set()
         return [self._cloned(k, passed) for k in range(len(self.graph.stages))]
 
     @cached_property
     def handed_on(self) -> list[frozenset[Var]]:
-        """The clones that earlier stages hand on to each stage."""
+        """The clones of earlier stages that each stage reads."""
         held: set[Var] = set()
         found: list[frozenset[Var]] = []
         for k, nodes in enumerate(self.cloned):
@@ -183,21 +183,21 @@ class Analysis:
         return found
 
     def operands(self, n: int) -> list[Var]:
-        """Return what an equation reads, or the value that it may give in place of what it decodes."""
+        """Return the operands of an equation, and for one that decodes a value also the original value."""
         whole = self.decoded.get(n)
         return [*_compat.variables(self.source[n].invars), *([] if whole is None else [whole])]
 
     def maker(self, var: Var) -> int:
-        """Return the equation that makes a variable."""
+        """Return the equation that computes a variable."""
         return self.graph.values[self.value_of[var]].producer
 
     def home(self, var: Var) -> int:
-        """Return the loop in whose body a variable is, -1 for none: a loop's results are in that around it."""
+        """Return the loop that contains a variable, -1 for none. A loop's results are in the loop around it."""
         node = self.graph.nodes[self.maker(var)]
         return self.graph.parents[node.loop] if node.primitive in ("scan_last", "scan_stack") else node.loop
 
     def root(self, var: Var) -> Var:
-        """Return what a variable is a view of, or a transposition."""
+        """Return the variable of which this is a view or a transposition."""
         while var in self.value_of:
             eqn = self.source[self.maker(var)]
             operands = _compat.variables(eqn.invars)
@@ -207,27 +207,29 @@ class Analysis:
         return var
 
     def entered(self, n: int) -> tuple[int, ...]:
-        """Return the values that start a loop off, which thereby waits for a barrier, if the equation is its carry."""
+        """Return the operands of a loop's initial carry, else none. Their barrier delays the loop."""
         return self.graph.nodes[n].inputs if self.source[n].primitive.name == "scan_carry" else ()
 
     def waiting(self, k: int) -> dict[int, int]:
-        """Return the deferred equations of the stages before this one that have not run when it begins, each with the
-        stage whose barrier it waits for.
+        """Return the deferred equations of earlier stages that have not run when stage `k` starts, each with the stage
+        whose barrier releases it.
         """
         released = map(self.graph.released, range(k))
         until = zip(self.graph.stages[:k], released, strict=True)
         return {n: end for stage, end in until if end >= k for n in stage.deferred}
 
     def waits(self, n: int, var: Var) -> bool:
-        """Return whether an equation in its own place reads an operand behind the stage's barrier: so that kernels
-        which make again what is made of it read it once, or since it would begin early.
+        """Return whether an equation in its original place reads an operand behind the stage's barrier.
+
+        It does for saved values on GPUs, which a kernel with a clone of the equation then reads once, and where the
+        equation would otherwise run early.
         """
         saved = self.graph.backend.fuses_reductions and self.value_of.get(var) in self.schedule.saved
         fetched = self.graph.nodes[n].primitive == FETCH
         return saved or fetched or bool(self.entered(n)) or self.hazards.early(n, var)
 
     def _cloned(self, k: int, passed: set[int]) -> list[int]:
-        """Return the equations to clone for a stage; `passed` gathers the saved values that clones have read so far."""
+        """Return the equations to clone for a stage; `passed` collects the saved values read by clones so far."""
         graph = self.graph
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
@@ -243,11 +245,11 @@ class Analysis:
                 or not gone.isdisjoint(graph.sources[v])
             )
         ]
-        # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
+        # Fused operands are cloned too: otherwise they would be written to memory for the clone to read.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
         self._clone_fused(k, stack, wanted)
         if graph.backend.fuses_reductions:
-            # A kernel that makes what is cloned besides its own result is to read the sources of both once.
+            # A kernel that contains clones beside its own equations should read their common sources once.
             shared = {v for n in wanted for v in graph.reads[n]} & self.schedule.saved
             passed |= shared
             stack = [
@@ -261,7 +263,7 @@ class Analysis:
         return sorted(n for n in wanted if graph.nodes[n].repeatable)
 
     def _clone_fused(self, k: int, stack: list[int], wanted: set[int]) -> None:
-        """Add to the equations to clone for a stage those that make these values and are fused, and theirs."""
+        """Add to `wanted` the fused equations that the values in `stack` are computed by, and their operands'."""
         graph, waiting = self.graph, self.waiting(k)
         loop = graph.nodes[graph.stages[k].start].loop
         while stack:
@@ -280,7 +282,7 @@ class Analysis:
             stack.extend(graph.nodes[producer].inputs)
 
     def _is_elsewhere(self, n: int, v: int) -> bool:
-        """Return whether what an equation reads was made in another loop's iteration, or in another program."""
+        """Return whether an equation reads a value of another loop's iteration, or of another program."""
         values, nodes = self.graph.values, self.graph.nodes
         producer = values[v].producer
         other = values[v].length > 0 and nodes[producer].loop != nodes[n].loop

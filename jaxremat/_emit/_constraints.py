@@ -1,22 +1,23 @@
-"""Step, graph, schedule -> what must be finished before what: the barriers of the planned step, as data.
+"""Step, graph, schedule -> the orderings that the planned step enforces with barriers, as data.
 
-The compiler begins work as soon as its operands are there, and puts off what nobody waits for. Each rule of `RULES`
-finds where that would keep more in memory than the plan says. `_writer` writes the constraints of one point as one
-barrier.
+The compiler starts an operation as soon as its operands are ready, and delays operations whose results nobody waits
+for. Each rule in `RULES` finds where that would keep more in memory than the schedule allows, and returns constraints.
+`_writer` writes the constraints of one point as one barrier.
 
-At the start of each stage of the backward pass stands a barrier that holds back what the stage makes again:
+A barrier stands at the start of each stage of the backward pass and delays the stage's recomputation:
 
-- *operands* are what is held: saved and kept values that clones read, and saved values and arguments that the stage's
-  own contractions read, which the compiler would else copy into another layout long before. Other readers keep the
-  originals, so that nothing else is cut. Arguments are held for a clone only where it reads nothing else. Small values
-  are not held on a GPU: kernels make them, or read their row of a stack, as they want them.
-- *triggers* are what must be finished: the small results (weight gradients, reductions) that the stage before leaves
-  behind. They pass the barrier on their way to the optimizer, whose updates wait for it (*updates*). Only where there
-  is none that is late enough, a cotangent passes, which cuts it off from kernels that would read it.
-- in a loop of the backward pass all happens within an iteration. At its start there is no barrier: an iteration is held
-  back by the one before, and the first by a barrier through which the loop's carries pass.
+- *operands* are the values that pass it to be read later: saved and kept values that clones read, and the saved values
+  and arguments that the stage's own contractions read, which the compiler would otherwise copy into another layout long
+  before. Other readers keep the original names, so that no other kernel is cut in two. A clone's arguments pass only if
+  it reads nothing else. On a GPU, small values do not pass: kernels compute them, or read their row of a stack, in
+  place.
+- *triggers* are the values that must be computed first: small results of the previous stage, such as weight gradients
+  and reductions. They pass on their way to the optimizer, whose updates wait for the barrier (*updates*). Only if none
+  of them is late enough does a cotangent pass, because the barrier cuts it off from the kernels that read it.
+- In a loop of the backward pass everything happens within an iteration. An iteration starts without a barrier, because
+  it waits for the previous one; the first waits for a barrier through which the loop's carries pass.
 
-Other barriers stand beside single equations: *blocks*, *last reads*, *masks*, *pieces*.
+Other rules place barriers beside single equations: *blocks*, *last reads*, *masks*, *pieces*.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,12 +38,12 @@ from .._runtime._mechanisms import mechanism
 from ._analysis import Analysis
 
 ZERO = _compat.new_var(ShapedArray((), np.dtype(np.float32)))
-"""A constant that is held, so that what is made of it waits for the barrier."""
+"""A constant zero that passes a barrier, so that arrays filled with it are allocated behind the barrier."""
 
 
 class Point(NamedTuple):
-    """Where a barrier stands: before or behind an equation, at the start of a stage (that behind the last is the end of
-    the step), or within the loop that a stage begins.
+    """The place of a barrier: before or behind an equation, at the start of a stage (the one past the last is the end
+    of the step), or inside the loop with which a stage starts.
     """
 
     where: Literal["before", "behind", "stage", "within"]
@@ -51,18 +52,18 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Constraint:
-    """Some equations read values that are there only when others are finished.
+    """An ordering: some equations may read some values only after other values have been computed.
 
-    A point without anything that is held back, and that nobody waits for, has no barrier.
+    Points whose constraints are all empty have no barrier.
 
     **Fields:**
 
-    - `at` the point where the barrier stands.
-    - `hold` the values that are held back; `readers` for each equation those that it reads by their names behind the
-      barrier, or every later equation where None.
-    - `until` the values that must be finished. Every later equation reads them by their names behind the barrier: the
-      compiler drops operands of barriers whose results nobody reads.
-    - `why` the rule's name.
+    - `at`: the barrier's place.
+    - `hold`: the values that pass the barrier to delay their readers. `readers`: for each delayed equation, the values
+      that it reads by their names behind the barrier; None delays every later reader.
+    - `until`: the values that must have been computed. Every later equation reads them by their names behind the
+      barrier, because the compiler drops a barrier's operand if nothing reads the result.
+    - `why`: the rule's name.
     """
 
     at: Point
@@ -76,12 +77,12 @@ Rule = Callable[[Analysis], list[Constraint]]
 
 
 def constraints(step: Analysis) -> list[Constraint]:
-    """Return what must be finished before what, by the rules that are not switched off."""
+    """Return the constraints of all rules that are not switched off."""
     return [each for rule in RULES.values() for each in rule(step)]
 
 
 def operands(step: Analysis) -> Iterator[Constraint]:
-    """Hold back what each stage makes again, and what it begins, until the stage before is finished."""
+    """Delay each stage's recomputation, and the loops that it starts, until the previous stage has finished."""
     graph = step.graph
     for k, stage in enumerate(graph.stages):
         loop, around = graph.nodes[stage.start].loop, graph.around(stage.start)
@@ -90,11 +91,11 @@ def operands(step: Analysis) -> Iterator[Constraint]:
         waiting, deferred = step.waiting(k), set(stage.deferred)
         outer = [*(n for n, until in waiting.items() if until <= k), *outside]
         inner = [n for n in inside if n not in deferred and n not in waiting]
-        # The barrier of a loop's first stage holds the whole loop back, not what its iterations make again.
+        # The barrier before a loop's first stage delays the whole loop, not the recomputation in its iterations.
         begins = loop != around
         hold = _held(step, k, [] if begins else step.cloned[k], around, waiting, _arriving(step, k))
-        # The compiler makes no loop of one iteration, so that the loop's carries hold back only what is made of them:
-        # what the stage makes again it would make in the forward pass, once, and keep.
+        # The compiler unrolls a loop of one iteration. Its carries then delay only what depends on them, and the
+        # recomputation would merge with the forward pass. So the iteration needs a barrier of its own.
         single = begins and step.traced.loops[loop].length == 1
         nodes = ([], outer) if single else (step.cloned[k], [*outer, *inner])
         readers = _readers(step, hold, *nodes, filling=outer if begins else None)
@@ -109,10 +110,10 @@ def operands(step: Analysis) -> Iterator[Constraint]:
 
 
 def fetches(step: Analysis) -> Iterator[Constraint]:
-    """Hold back what the user's program copies to the device, until the stage in which the copy stands.
+    """Delay the user's own copies to the device until the stage that contains them.
 
-    Without it the optimizer's state of unrolled layers is there at once, and budgets that were met are refused. Where
-    layers are scanned it saves little, and costs time: 6 points of a small GPT's step.
+    Without this rule the optimizer state of unrolled layers is on the device all at once, and budgets that were met are
+    refused. For scanned layers it saves little and costs time: 6 points of a small GPT's step.
     """
     for k in range(len(step.graph.stages)):
         readers = {n: step.operands(n) for n in step.fetches if step.place[n] == k}
@@ -122,13 +123,13 @@ def fetches(step: Analysis) -> Iterator[Constraint]:
 
 
 def triggers(step: Analysis) -> Iterator[Constraint]:
-    """Let what each stage makes again wait until the stage before is done."""
+    """Name the results of the previous stage for which each stage's barrier waits."""
     for k in range(len(step.graph.stages)):
         yield Constraint(Point("stage", k), until=_triggers(step, k), why="triggers")
 
 
 def updates(step: Analysis) -> Iterator[Constraint]:
-    """Let deferred equations wait for the barrier of a later stage, or at the end for what all stages have finished."""
+    """Delay deferred updates until the barrier that releases them; the last ones until the end of all stages."""
     stop = len(step.graph.stages)
     for k in range(stop):
         resumed: dict[int, Sequence[Var]] = {n: () for n, until in step.waiting(k).items() if until <= k}
@@ -140,9 +141,9 @@ def updates(step: Analysis) -> Iterator[Constraint]:
 
 
 def blocks(step: Analysis) -> Iterator[Constraint]:
-    """Let what undoes a block wait for a cotangent that is made last before.
+    """Delay the inversion of a reversible block until the last cotangent before it has been computed.
 
-    It reads no cotangent, so that the compiler might do it long before it is wanted.
+    The inversion reads no cotangent, so the compiler could run it long before its results are needed.
     """
     graph, source = step.graph, step.source
     members: dict[int, list[int]] = {}
@@ -152,14 +153,14 @@ def blocks(step: Analysis) -> Iterator[Constraint]:
     undoing = {n for own in members.values() for n in own}
 
     def is_there(var: Var, before: int) -> bool:
-        """Return whether it is in memory before that equation, and no argument."""
+        """Return whether a variable, not an argument, is in memory before an equation."""
         if var not in step.value_of:
             return False
         value = graph.values[step.value_of[var]]
         return 0 <= value.producer < before and value.materialised and not graph.is_small(value.id)
 
     def cotangent(before: int) -> Var | None:
-        """Return what the backward pass made last before that equation, and reads behind it."""
+        """Return the last value that the backward pass computes before an equation and reads behind it."""
         for n in range(before - 1, graph.forward_stop - 1, -1):
             for v in () if n in undoing else source[n].outvars:
                 later = any(m >= before and m not in undoing for m in step.readers.get(v, ()))
@@ -176,25 +177,24 @@ def blocks(step: Analysis) -> Iterator[Constraint]:
 
 
 def last_reads(step: Analysis) -> Iterator[Constraint]:
-    """Let updates of donated arguments wait for the last matrix product of the stage that reads the argument.
+    """Delay the update of a donated argument until the last matrix product of its stage has read the argument.
 
-    A weight is read for the gradient of what it was multiplied with, and overwritten when its own gradient is there, in
-    the same stage, and nothing says in which order. XLA:GPU then copies the weight before the step begins, or the
-    updated one at its end, and either copy is there for most of the step. So the weight passes a barrier with that
-    product's result, on its way to its update, and the result on its way to its readers: both are in memory in any
-    case.
+    A stage reads a weight for the gradient of its input, and overwrites it with the update, in no given order. XLA:GPU
+    then copies the weight before the step, or the updated weight at its end, and keeps the copy for most of the step.
+    So the weight passes a barrier together with that product's result: the weight on its way to its update, the result
+    on its way to its readers. Both are in memory anyway.
 
-    On several devices each may have a part of a product's sum over what is divided among them. Where several products
-    are added up, XLA sends only what they come to, so there it is their sum that passes.
+    On several devices a product may be a partial sum that XLA adds up across devices. XLA adds up the total of several
+    products only once, so there the total passes the barrier.
 
-    Convolutions are left alone: libraries want their kernels in a layout of their own, so that they are copied anyway.
+    Convolutions are excluded: libraries copy their weights into another layout in any case.
     """
     last = _last_products(step)
     found: dict[int, list[Var]] = {}
     for a, n in last.items():
         found.setdefault(_added_up(step, n), []).append(a)
     waiting, held = set(last), list[int]()
-    for n in sorted(step.updates):  # from the first that reads such an argument on
+    for n in sorted(step.updates):  # an update's equations, from the first that reads such an argument
         if not waiting.isdisjoint(_compat.variables(step.source[n].invars)):
             held.append(n)
             waiting.update(step.source[n].outvars)
@@ -204,12 +204,12 @@ def last_reads(step: Analysis) -> Iterator[Constraint]:
 
 
 def masks(step: Analysis) -> Iterator[Constraint]:
-    """Hide from masks that are made of a result in place of its operand (see `_masks`) what the result is made of.
+    """Keep XLA from computing a mask from the operand of a saved result (see `_masks`).
 
-    What XLA sees to be `max(x, 0) > 0` it computes of `x` within the kernels that read the mask, and keeps `x` for
-    them. A barrier costs nothing: the result is in memory when it passes, where the backward pass wants it, and all
-    others read it in front. It stands only before masks that kernels of the backward pass make themselves, of a result
-    that is saved on the device. Loops of the backward pass read results from a stack, of which nothing else is known.
+    XLA recognises `max(x, 0) > 0`, computes it from `x` in the kernels that read the mask, and keeps `x` in memory for
+    them. Behind a barrier it must use the saved result. That costs nothing: the result is in memory, and all other
+    readers read it before the barrier. The rule covers masks that the backward pass's kernels compute from a result
+    saved on the device. Loops of the backward pass need no barrier: they read the result from a stack.
     """
     graph, schedule = step.graph, step.schedule
     found: dict[int, list[int]] = {}
@@ -224,12 +224,12 @@ def masks(step: Analysis) -> Iterator[Constraint]:
 
 
 def pieces(step: Analysis) -> Iterator[Constraint]:
-    """Let what reads one piece of a value that is split wait until all pieces are written.
+    """Delay the readers of a split value's pieces until all pieces have been written.
 
-    The compiler makes a piece within the kernel that reads it. Where that comes late, as for the half of a gradient
-    that goes back along a skip connection, the whole stays in memory until then: a UNet at its least memory needed 0.92
-    GB of temporaries in place of 0.75. Writing the pieces takes time, so that they are only written where the whole
-    would raise the schedule's peak.
+    The compiler computes a piece inside the kernel that reads it, and keeps the whole value until then. The half of a
+    gradient that follows a skip connection is read late: a UNet at minimum memory needed 0.92 GB of temporaries instead
+    of 0.75. Writing the pieces takes time, so the rule applies only where the whole value would raise the schedule's
+    peak.
     """
     graph, schedule = step.graph, step.schedule
     found = [n for n in range(graph.forward_stop, len(graph.nodes)) if _outlived(step, n)]
@@ -237,7 +237,7 @@ def pieces(step: Analysis) -> Iterator[Constraint]:
         return
     profile = simulate(graph, schedule)
     lives = {life.value: life for life in profile.lives if life.stage < 0}
-    live = np.array(profile.runs[2])  # with each whole in place of its pieces
+    live = np.array(profile.runs[2])  # live bytes with each whole value in place of its pieces
     spans: dict[int, slice] = {}
     for n in found:
         own = [lives[v] for v in graph.nodes[n].outputs]
@@ -251,9 +251,7 @@ def pieces(step: Analysis) -> Iterator[Constraint]:
 
 
 def _outlived(step: Analysis, n: int) -> bool:
-    """Return whether an equation splits a value that is read for the last time, and whose pieces are read in different
-    stages.
-    """
+    """Return whether an equation is a split that reads its operand last, with pieces read in different stages."""
     graph, node = step.graph, step.graph.nodes[n]
     made = [graph.values[v] for v in node.outputs]
     if (
@@ -268,7 +266,7 @@ def _outlived(step: Analysis, n: int) -> bool:
 
 
 def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
-    """Return the rule as a mechanism that can be switched off, without constraints that constrain nothing."""
+    """Return the rule as a mechanism that can be switched off; it drops empty constraints."""
 
     def found(step: Analysis) -> list[Constraint]:
         return [each for each in find(step) if each.hold or each.until or each.readers]
@@ -280,11 +278,11 @@ RULES: Mapping[str, Rule] = {
     (name := find.__name__.replace("_", " ")): _rule(name, find)
     for find in (operands, fetches, triggers, updates, blocks, last_reads, masks, pieces)
 }
-"""In the order in which a barrier's operands stand."""
+"""The rules by name, in the order of their operands in a barrier."""
 
 
 def _can_pass(var: Var) -> bool:
-    """Return whether it is an array."""
+    """Return whether a variable is an array."""
     return hasattr(var.aval, "dtype")
 
 
@@ -295,9 +293,10 @@ def _readers(
     own: Sequence[int],
     filling: Sequence[int] | None = None,
 ) -> dict[int, Sequence[Var]]:
-    """Return what clones of these equations, and which of these equations in their own place, read behind a barrier.
+    """Return for each delayed equation the values that it reads behind a barrier.
 
-    **Arguments:** `filling` those that may fill arrays with the zero that is held, by default all.
+    **Arguments:** `hold` the values that pass; `clones` the equations that are cloned, `own` those that run in their
+    original place; `filling` those that may fill arrays with the zero that passes, by default all.
     """
     read = {n: [a for a in step.operands(n) if a in hold] for n in (*clones, *own)}
     for n in own:
@@ -316,13 +315,13 @@ def _held(
     waiting: Collection[int],
     arriving: Collection[Var],
 ) -> list[Var]:
-    """Return what the barrier of stage `k` in a loop, -1 for none, holds back.
+    """Return the values that pass the barrier of stage `k` in a loop, -1 for none, to delay their readers.
 
-    Nothing large that the stage clones, nor what its own contractions read in another layout, can be made before the
-    barrier. Small clones may be, where the compiler fuses reductions.
+    With them, no large clone can be computed before the barrier, and no operand of the stage's own contractions be
+    copied into another layout. Small clones may be computed before it where the compiler fuses reductions.
 
-    **Arguments:** `waiting` the equations that wait for this or another barrier; `arriving` what comes back from the
-    host's memory behind it.
+    **Arguments:** `cloned` the equations that the stage clones; `waiting` the equations that wait for this or another
+    barrier; `arriving` the values that are copied back from host memory behind it.
     """
     source, graph = step.source, step.graph
     made = {v for n in cloned for v in source[n].outvars}
@@ -330,11 +329,11 @@ def _held(
     waits: set[Var] = set()
 
     def is_small(var: Var) -> bool:
-        # XLA:CPU launches nothing, and what it does early costs memory: a UNet at a third has no plan.
+        # XLA:CPU launches no kernels, and early work costs memory: without this a UNet at a third has no plan.
         return graph.backend.fuses_reductions and aval_nbytes(var.aval) <= graph.small_nbytes
 
     def hold_back(n: int) -> None:
-        """Hold what a clone reads, however small, or what the small clone that it reads is made of."""
+        """Let a clone's operands pass, however small; for an operand that is a small clone, its operands."""
         operands = _compat.variables(source[n].invars)
         inner = [a for a in operands if a in step.value_of and a not in made]
         cloned_too = [a for a in operands if a in made]
@@ -344,7 +343,7 @@ def _held(
             hold_back(step.maker(cloned_too[0]))
         waits.update(source[n].outvars)
 
-    # What is small may be made early, and behind a barrier it, or its row, would have a kernel of its own.
+    # Small values may be computed early: behind a barrier each, or each row of a stack, would need its own kernel.
     for n in cloned:
         if is_loop_edge(source[n]):
             waits.update(source[n].outvars)
@@ -361,15 +360,15 @@ def _held(
     found.extend(a for a in starts if step.place[step.maker(a)] < k)
 
     def there_before(var: Var) -> bool:
-        """Return whether it is saved, held or an argument: the compiler could copy it to another layout long
-        before.
+        """Return whether a variable is saved, handed on or an argument: the compiler could copy it to another layout
+        long before.
         """
         v = step.value_of.get(var)
         held = var in step.handed_on[k] or v in step.schedule.saved
         return v is None or (held and graph.stage_of[step.maker(var)] < k)
 
     def is_due(var: Var) -> bool:
-        """Return whether what makes it waits for a barrier, behind which it is made then."""
+        """Return whether the equation that computes a variable waits for a barrier itself."""
         return var in step.value_of and step.maker(var) in waiting
 
     here = [n for n in step.own[k] if graph.nodes[n].loop == loop]
@@ -380,26 +379,26 @@ def _held(
     hold = [a for a in dict.fromkeys(found) if a not in made and _can_pass(a) and not is_due(a)]
     filled = any(step.hazards.fills(n) for n in (*here, *cloned))
     if entering or (filled and graph.backend.materialises_eagerly):
-        hold.append(ZERO)  # what loops fill, any compiler begins early
+        hold.append(ZERO)  # every compiler allocates the arrays that loops fill early
     return hold
 
 
 def _arriving(step: Analysis, k: int) -> set[Var]:
-    """Return what comes back from host memory behind the barrier of a stage."""
+    """Return the values that are copied back from host memory behind the barrier of a stage."""
     copies = (copy for copy in step.schedule.offloaded if not step.graph.values[copy.value].length)
     return {step.variable[copy.value] for copy in copies if copy.begun == k}
 
 
 def _is_written_over(step: Analysis, var: Var) -> bool:
-    """Return whether a part of it is written over: behind a barrier it would be copied for that."""
+    """Return whether an equation overwrites a part of a variable: behind a barrier that would need a copy."""
     return any(is_write(step.source[n]) for n in step.readers.get(var, ()))
 
 
 def _triggers(step: Analysis, k: int) -> list[Var]:
-    """Return what must be finished before stage `k` may begin.
+    """Return the values that must have been computed before stage `k` starts.
 
-    The compiler drops a barrier's operands whose results nobody reads, so each has readers behind the barrier: the
-    updates that wait for it, or the step's result. Where no small result has any, a cotangent passes.
+    The compiler drops a barrier's operand if nothing reads the result, so each of them has a reader behind the barrier:
+    an update that waits for it, or the step's result. If no small result has one, a cotangent passes.
     """
     graph, start = step.graph, step.graph.stages[k].start
     if k == 0:
@@ -435,8 +434,8 @@ def _triggers(step: Analysis, k: int) -> list[Var]:
 
 
 def _end_of_pass(step: Analysis, last: int, crossing: Sequence[Var]) -> list[Var]:
-    """Return of what crosses a barrier right behind a forward pass what its last contraction leads to, the smallest
-    first.
+    """Return the values that follow from the last contraction of a forward pass and cross the barrier right behind it,
+    the smallest first.
     """
     reached: set[Var] = set()
     for eqn in step.source[last : step.maker(crossing[-1]) + 1] if crossing else ():
@@ -446,9 +445,9 @@ def _end_of_pass(step: Analysis, last: int, crossing: Sequence[Var]) -> list[Var
 
 
 def _finished(step: Analysis, k: int) -> list[Var]:
-    """Return what earlier stages have finished and readers behind the barrier of stage `k` wait for.
+    """Return the results that earlier stages leave for readers behind the barrier of stage `k`.
 
-    A value passes the barrier after its stage, and those up to the one that its deferred readers wait for.
+    A value passes the barrier behind its stage, and all barriers up to the one that releases its deferred readers.
     """
     stages = step.graph.stages
     around = step.graph.around(stages[k].start) if k < len(stages) else -1
@@ -467,7 +466,7 @@ def _finished(step: Analysis, k: int) -> list[Var]:
 
 
 def _is_added_up(step: Analysis, var: Var) -> bool:
-    """Return whether a value is let pass because devices may add it up, as products and sums (see `_emit.COMBINED`)."""
+    """Return whether a value may be a partial sum that devices add up, which must not pass (see `_emit.COMBINED`)."""
     eqn = step.source[step.maker(var)] if step.combined and step.maker(var) >= 0 else None
     if eqn is not None and is_relabelling(eqn):
         operands = [a for a in _compat.variables(eqn.invars) if a in step.value_of]
@@ -476,7 +475,7 @@ def _is_added_up(step: Analysis, var: Var) -> bool:
 
 
 def _last_products(step: Analysis) -> dict[Var, int]:
-    """Return by donated argument the last product that reads it before it is updated, in the same stage."""
+    """Return for each donated argument the last product in the stage of its update that reads it."""
     jaxpr, graph = step.traced.jaxpr.jaxpr, step.graph
     donated = {v for v, d in zip(jaxpr.invars, step.traced.donated, strict=True) if d}
     if not donated or not graph.backend.fuses_reductions or graph.loop_stop:
@@ -491,7 +490,7 @@ def _last_products(step: Analysis) -> dict[Var, int]:
 
 
 def _added_up(step: Analysis, n: int) -> int:
-    """Return the last sum in the same stage that a product goes into, and nothing else reads the product."""
+    """Return the last equation of the sum in the same stage that is the only reader of a product."""
     while step.traced.source.devices > 1:
         (made,) = step.source[n].outvars
         readers = step.readers.get(made, ())

@@ -1,21 +1,19 @@
 """Traced step + graph + schedule -> jaxpr of the planned step.
 
-The jaxpr is the traced one with, at the start of each stage, a barrier (`lax.optimization_barrier`) and clones of the
-dropped equations behind it. What the barriers are for is data, see `_constraints`; copies from and to host memory are
-tied by barriers too, see `_transfers`. `_analysis` has what both ask of the step, `_writer` writes.
+Each stage of the backward pass starts with a barrier (`lax.optimization_barrier`), followed by clones of the equations
+that it recomputes; all else is the traced jaxpr. `_constraints` decides what passes the barriers, `_transfers` ties the
+copies from and to host memory, `_analysis` answers both modules' queries about the step, and `_writer` writes.
 
-- fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
-  of a fused value whose sources are all originals.
-- in a loop of the backward pass clones of what an iteration of the forward loop made are within an iteration, fused
-  values always among them, lest they be stacked.
-- of values with copies in fewer bits, equations decode only where nothing but the copy is there. In the forward pass a
-  value is there when it is encoded: what is decoded is the value itself. So it is in a stage that makes the value
-  again, or reads it saved; what encodes it there is read by nothing and goes. Exact copies are read in their value's
-  place.
+- Fused values (never in memory) that a clone reads are cloned with it. The stage's own equations read the original of a
+  fused value if they can read all of its sources in the original.
+- In a loop of the backward pass, an iteration clones the equations of the forward loop's iteration. It clones every
+  fused value that it reads, which would be stacked otherwise.
+- Values that are saved in fewer bits are decoded only where just the encoded copy is in memory. The forward pass, and
+  stages that recompute the value or read it saved, use the value itself. Exact copies replace their value.
 
-Laws: what runs once (effects, draws) does so as often as in the traced step, in the same order; what the schedule does
-not drop is read in the original. A schedule that drops nothing still has barriers, behind
-which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
+Invariants: equations that run once (effects, random draws) run as often as in the traced step, in the same order.
+Values that the schedule does not drop keep their names. A schedule that drops nothing still has barriers, for the
+updates of donated arguments. A graph without stages gives the traced jaxpr.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,13 +41,13 @@ from ._validation import validated
 from ._writer import Writer
 
 FINISHED = "finished"
-"""Barriers that the small results of the stage before hold back. Plans of earlier versions may name other kinds, which
-are followed as this one.
+"""Barriers that wait for the small results of the previous stage. Other kinds in plan files of earlier versions are
+read as this one.
 """
 
 COMBINED = "combined"
-"""Barriers of a step on several devices through which nothing passes that these add up: the compiler then adds up all
-gradients at once, as it does in the plain step. What finishes a stage is a cotangent, so that more may be in memory.
+"""Barriers of a step on several devices that no partial sums pass, so that the compiler adds up all gradients across
+devices at once, as it does in the plain step. Barriers wait for cotangents instead, which may keep more in memory.
 """
 
 FENCES = (FINISHED, COMBINED)
@@ -63,12 +61,12 @@ def emit(
     fence: str = FINISHED,
     detached: Detached | None = None,
 ) -> jex.ClosedJaxpr:
-    """Return the planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation`
-    has seen to compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body,
-    so is this.
+    """Return the planned step as a jaxpr, or as the body of a loop if `traced` is one.
 
-    **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the arrays that are put
-    behind barriers of their own, see `_detaching`.
+    Its types are checked, also in loops, and `_validation` has proved that it computes the step.
+
+    **Arguments:** `graph` the step's graph, whose node ids are equation indices of `traced.jaxpr`; `fence` the kind of
+    barriers, `FINISHED` or `COMBINED`; `detached` the arrays that get barriers of their own, see `_detaching`.
     """
     graph, schedule = _with_needed_stages(graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
@@ -93,8 +91,10 @@ def emit(
 
 
 def _with_needed_stages(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
-    """Return the graph with the stages that are written: on GPUs none for a schedule that drops nothing, unless there
-    are loops, whose ends stay; stages between which copies run finish sums too, and fewer where copies are the user's.
+    """Return the graph and the schedule with the stages that need barriers.
+
+    On a GPU, a schedule that drops nothing needs none, except for the ends of loops. Barriers between offloaded values'
+    copies wait for sums, too. Stages without recomputation are merged if the user's program copies from host memory.
     """
     if not graph.backend.fuses_reductions or not graph.stages:
         return graph, schedule
@@ -107,8 +107,8 @@ def _with_needed_stages(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedu
 
 @dataclass(frozen=True)
 class Written:
-    """The planned step's equations. **Fields:** `loop_of` for each the loop in whose iterations it is, -1 for none;
-    `outvars` the step's results; `forward_count` how many equations are of the forward pass.
+    """The planned step's equations. **Fields:** `loop_of` the loop that contains each equation, -1 for none; `outvars`
+    the step's results; `forward_count` the number of equations of the forward pass.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -118,7 +118,7 @@ class Written:
 
 
 def write(step: Analysis) -> Written:
-    """Write the planned step, whose loops are inlined still."""
+    """Return the planned step with its loops inlined."""
     writer = Writer(step)
     transfers = Transfers(step, writer)
     for n in range(step.graph.forward_stop):
@@ -144,7 +144,7 @@ def _write_stage(step: Analysis, writer: Writer, transfers: Transfers, k: int) -
     waiting = step.waiting(k)
     resumed = [n for n, until in waiting.items() if until <= k]
     writer.begin_stage(k)
-    # What is outside of a loop is over before the loop, or behind it.
+    # Copies outside of a loop end before the loop or behind it.
     over = transfers.finished(k) if around < 0 else []
     writer.constrain(Point("stage", k), around, transfers.through(k), over)
     transfers.arrive(k)
@@ -165,7 +165,7 @@ def _write_stage(step: Analysis, writer: Writer, transfers: Transfers, k: int) -
 
 
 def _run(step: Analysis, writer: Writer, transfers: Transfers, nodes: Iterable[int]) -> None:
-    """Write equations of the backward pass in their own place."""
+    """Write equations of the backward pass in their original place."""
     for n in nodes:
         if n in step.begun:
             continue
@@ -177,8 +177,10 @@ def _run(step: Analysis, writer: Writer, transfers: Transfers, nodes: Iterable[i
 
 
 def _in_place(step: Analysis, n: int) -> JaxprEqn:
-    """Return an equation as it is in its own place: a value in fewer bits is there itself to be decoded, and a mask
-    that the kernel of a result makes beside it is made of the result's operand.
+    """Return an equation as it is written in its original place.
+
+    A value in fewer bits need not be decoded there: the value itself is in memory. A mask that the kernel of a result
+    writes as well is computed from the result's operand.
     """
     eqn, graph = step.source[n], step.graph
     if (
@@ -193,7 +195,7 @@ def _in_place(step: Analysis, n: int) -> JaxprEqn:
 
 
 def _again(step: Analysis, writer: Writer, n: int) -> JaxprEqn:
-    """Return an equation as a stage runs it again: what it decodes may be there, made again or saved."""
+    """Return an equation as a stage clones it: the value that it decodes may be recomputed or saved itself."""
     whole = step.decoded.get(n)
     if whole is None or not (whole in writer.clones or step.value_of.get(whole) in step.schedule.saved):
         return step.source[n]
@@ -201,6 +203,6 @@ def _again(step: Analysis, writer: Writer, n: int) -> JaxprEqn:
 
 
 def _same(operand: Var, eqn: JaxprEqn) -> JaxprEqn:
-    """Return an equation that gives its operand, under the name and in the place of another: the compiler drops it."""
+    """Return a copy of the operand in place of an equation, under its name. The compiler drops the copy."""
     same = _compat.permuted(operand, range(len(_compat.shaped(operand).shape)), eqn.source_info)
     return same.replace(outvars=eqn.outvars)

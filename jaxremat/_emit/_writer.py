@@ -1,14 +1,12 @@
 """Equations and constraints -> the planned step's equations, one after the other.
 
-The writer knows by which name each value is read at present. Nothing else changes what is written.
+The writer keeps the name by which each value is read at present. No other module changes equations once written.
 
-Images pass barriers with their axes in the order of memory, see `_layouts`, and are turned round behind them.
+Images pass barriers with their axes in memory order, see `_layouts`, and are transposed back behind them.
 
-Operands -> a barrier that may itself be differentiated, for backward passes that are programs of their own.
-
-JAX's rule for `lax.optimization_barrier` gives every result a tangent, integers too, and a `cond` behind the barrier
-takes an index with a tangent for a mistake. So where integers pass through, the barrier is a `custom_jvp` function, and
-tangents pass by it.
+Backward passes that are separate programs may themselves be differentiated, and need barriers that can be. JAX's rule
+for `lax.optimization_barrier` gives every result a tangent, also integers, and `cond` rejects an index with a tangent.
+So a barrier that integers pass is a `custom_jvp` function, whose tangents do not pass it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,7 +32,7 @@ from ._joint import is_inexact
 def differentiable_barrier(
     operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo
 ) -> Any:
-    """Return what `_compat.barrier` does, differentiable."""
+    """Return the equation of `_compat.barrier` in a form that can be differentiated."""
     if all(is_inexact(a.aval) for a in operands) or any(map(_compat.varying_axes, operands)):
         return _compat.barrier(operands, outvars, source_info)
 
@@ -56,15 +54,16 @@ SCOPES = {
     "masks": "barrier_mask",
     "pieces": "barrier_pieces",
 }
-"""The names of barriers in name stacks, by their rules."""
+"""The scope of a barrier in name stacks, by its rule."""
 
 
 class Writer:
-    """The equations that are written so far.
+    """The equations written so far, and the present names of values.
 
-    **Fields:** `eqns`, and for each the loop in whose iterations it is, -1 for none, in `loop_of`; of the present stage
-    `clones` by variable, and `held` the names behind its barrier of what that holds back; `made` for each variable the
-    loop in whose iterations it is; `last` the equations that come last in their stage: they wait for others of it.
+    **Fields:** `eqns` the equations; `loop_of` the loop that contains each of them, -1 for none; `clones` the present
+    stage's clones by variable; `held` the names, behind the present stage's barrier, of the values that pass it to
+    delay their readers; `made` the loop that contains each variable; `last` the equations that come last in their
+    stage, because they wait for others in it.
     """
 
     def __init__(self, step: Analysis) -> None:
@@ -87,7 +86,7 @@ class Writer:
                 self.last.update(each.readers)
 
     def append(self, eqns: Iterable[JaxprEqn], loop: int) -> None:
-        """Write equations as they are in the iterations of a loop, -1 for none."""
+        """Write equations unchanged, in a loop, -1 for none."""
         graph = self.step.graph
         for eqn in eqns:
             placed = inline(eqn) if self._needs_replacement(eqn) else [eqn]
@@ -104,17 +103,18 @@ class Writer:
             self.made.update((v, around) for each in placed for v in each.outvars)
 
     def rename(self, names: Iterable[tuple[Var, Var]]) -> None:
-        """Have all later equations read variables by these names."""
+        """Let all later equations read variables by these names."""
         self._names.update(names)
 
     def name(self, var: Var) -> Var:
-        """Return the name by which equations outside of loops read a variable that is not cloned."""
+        """Return the present name of a variable outside of loops, if it is not cloned."""
         return self._names.get(var, var)
 
     def put(self, n: int, eqn: JaxprEqn, loop: int, clone_of: int | None = None) -> None:
-        """Write an equation, which is `n` or in its place, in the iterations of a loop, reading present names.
+        """Write an equation with the present names of its operands.
 
-        **Arguments:** `clone_of` the stage for which it is cloned.
+        **Arguments:** `n` the number of the equation, or of the one that it replaces; `loop` the loop that contains it,
+        -1 for none; `clone_of` the stage for which it is cloned.
         """
         behind, step = self._behind.get(n, {}), self.step
         operands = _compat.variables(eqn.invars)
@@ -133,10 +133,10 @@ class Writer:
             self.clones.update((v, name) for v, name in cloned if step.value_of[v] not in step.schedule.saved)
 
     def seen(self, eqn: JaxprEqn, loop: int, var: Var, *names: Var | None) -> Var:
-        """Return what an equation, in the iterations of a loop, reads in place of an operand: of these names, and that
-        which all read, the first that it sees; else the operand itself.
+        """Return the name by which an equation in a loop reads an operand.
 
-        A loop begins with what is there before it: names made within its iterations mean nothing there.
+        It is the first name in scope, of `names` and the common one; else the operand itself. A loop's initial carries
+        and slices are read outside of the loop, where names from its iterations are not in scope.
         """
         parents = self.step.graph.parents
         if eqn.primitive in (CARRY, SLICE) and loop >= 0:
@@ -149,29 +149,29 @@ class Writer:
         return next((name for name in known if self.made.get(name, -1) in around), var)
 
     def begin_stage(self, k: int) -> None:
-        """Forget the clones that the stage does not read, and what its own were to read behind earlier barriers."""
+        """Drop clones that the stage does not read, and the names that its own clones had behind earlier barriers."""
         self.clones = {var: clone for var, clone in self.clones.items() if var in self.step.handed_on[k]}
         self.held, self._is_late = {}, True
         for n in self.step.cloned[k]:
             self._behind.pop(n, None)
 
     def begin_loop(self, loop: int) -> None:
-        """Have a loop's stacks begin as zeros behind the barrier before it, which is the last of a stage."""
+        """Allocate a loop's stacks from the zero behind the barrier before it, which is a stage's last."""
         if ZERO in self.held:
             self._zeros[loop] = self.held[ZERO]
 
     def read_behind(self, names: Mapping[int, Mapping[Var, Var]]) -> None:
-        """Have equations read variables by these names."""
+        """Let these equations read variables by these names."""
         for n, read in names.items():
             self._behind.setdefault(n, {}).update(read)
 
     def constrain(
         self, at: Point, loop: int = -1, hold: Sequence[Var] = (), until: Sequence[Var] = ()
     ) -> dict[Var, Var]:
-        """Write the barrier of a point in a loop, -1 for none, if anything is held back there; returns the names behind
-        it of what is.
+        """Write the barrier of a point in a loop, -1 for none, if anything passes it to delay readers; return the names
+        of those values behind it.
 
-        **Arguments:** `hold`, `until` what else is held back, and must be finished: copies from and to host memory.
+        **Arguments:** `hold`, `until` further values as in `Constraint`, of copies from and to host memory.
         """
         found, inner = self._constraints.get(at, []), at.where in ("stage", "within")
         if inner:
@@ -194,7 +194,7 @@ class Writer:
         names = dict(zip((*held, *until), results, strict=True))
         self.rename((v, names[v]) for v in until)
         if loop < 0 and self.step.graph.backend.fuses_reductions:
-            # By two names a saved value may be in memory in two layouts: those of a ViT's products are 4 % of its peak.
+            # With two names, a saved value may be in memory in two layouts: 4 % of a ViT's peak.
             self.rename((v, names[v]) for v in held if self.step.value_of.get(v) in self.step.schedule.saved)
         for each in found:
             if each.readers is None:
@@ -214,9 +214,10 @@ class Writer:
         loop: int,
         source_info: _compat.SourceInfo,
     ) -> list[Var]:
-        """Write a barrier in a loop, -1 for none; returns the operands' names behind it.
+        """Write a barrier in a loop, -1 for none; return the operands' names behind it.
 
-        **Arguments:** `variables` the step's own whose values the operands are; `scope` its name in name stacks.
+        **Arguments:** `variables` the traced step's variables with the operands' values; `scope` the barrier's name in
+        name stacks.
         """
         if not operands:
             return []
@@ -242,8 +243,9 @@ class Writer:
 
 
 def _alike(chosen: Iterable[Var], variables: Collection[Var]) -> list[Var]:
-    """Return those of them that may pass one barrier. In a `shard_map` it takes what varies over the same axes; what
-    recomputation reads does somewhere.
+    """Return the chosen variables that may pass one barrier.
+
+    In a `shard_map`, all its operands must vary over the same mesh axes: those of the variable that varies over most.
     """
     axes = max(map(_compat.varying_axes, variables), key=len, default=frozenset())
     return [v for v in chosen if _compat.varying_axes(v) == axes]
