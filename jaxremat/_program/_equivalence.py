@@ -1,10 +1,10 @@
 """Two programs -> whether they compute the same: translation validation by value numbers.
 
-With barriers and copies taken for their operands, equal equations for one, and loops for recurrences, each output is a
-number, see `_value_numbers`; equal numbers are equal values. What may run once only has the number of its turn, and
-those of a kind run in the same order in both programs.
+Barriers and copies count as their operands, equal equations as one, and loops as recurrences. Each output then has a
+number (see `_value_numbers`), and equal numbers mean equal values. An equation that may run only once is numbered by
+its turn; such equations of one kind must run in the same order in both programs.
 
-Law: programs that differ are never taken for equal ones. Equal ones may be taken for programs that differ.
+Invariant: different programs are never accepted as equal. Equal programs may be rejected.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,21 +31,18 @@ from ._row_indices import by_row, is_indexing
 from ._value_numbers import Affine, Node, Type, Values, alone, constant, symbol_bit
 
 Expansion = Callable[[Any], jex.ClosedJaxpr | None]
-"""Equation -> a program that is taken for it, None where it stands for itself."""
+"""Equation -> the program that replaces it in the comparison, None if it is compared as it is."""
 
 MOST, MOST_PER_EQUATION = 100_000, 100
-"""So many nodes are made of a program, and so many for each of its equations."""
+"""The largest number of nodes for a program, and for each of its equations."""
 
 
 _OF_TYPES = frozenset({*PLACES, "preferred_element_type"})
-"""Parameters that say nothing of values, or what their type says."""
+"""Parameters that do not affect values, or only repeat their type."""
 
 
 class Equivalence:
-    """A program that others are compared with.
-
-    **Arguments:** `expansion` what stands for some equations of all of them.
-    """
+    """A program with which others are compared. **Arguments:** `expansion` replaces some equations of all programs."""
 
     def __init__(self, closed: jex.ClosedJaxpr, expansion: Expansion = lambda _: None):
         self._numbers = _Numbers(expansion)
@@ -53,7 +50,8 @@ class Equivalence:
         self._mark = self._numbers.values.mark
 
     def difference(self, other: jex.ClosedJaxpr) -> str | None:
-        """Return where another program of the same arguments is not seen to compute the same; None where it does."""
+        """Return a description of the first difference from a program with the same arguments, None if none is found.
+        """
         try:
             return self._difference(*self._numbers.program(other))
         finally:
@@ -73,7 +71,7 @@ class Equivalence:
 
 
 def counted(closed: jex.ClosedJaxpr) -> list[int | None]:
-    """Return for each result the axis along which it counts from zero, None where it is not known to count."""
+    """Return for each result the axis along which it counts from zero, None if it is not known to count."""
     numbers = _Numbers(lambda _: None)
     return list(map(numbers.axis_counted, numbers.program(closed)[0]))
 
@@ -97,7 +95,7 @@ class _Numbers:
         self._kept: list[Any] = []  # what numbers are made of the ids of
 
     def program(self, closed: jex.ClosedJaxpr) -> tuple[list[int], dict[str, list[int]]]:
-        """Return the numbers of a program's results, and of what runs in order by its kind."""
+        """Return the numbers of a program's results, and of the equations that run in order by their kind."""
         self.turns, self.holes, self.bodies, self.scope, self.values.lengths = {}, 0, 0, (), []
         self.values.left = MOST + MOST_PER_EQUATION * len(closed.jaxpr.eqns)
         given = [
@@ -106,7 +104,7 @@ class _Numbers:
         return self._body(closed, given), self.turns
 
     def forget(self, mark: tuple[int, int, int]) -> None:
-        """Forget what was made since."""
+        """Forget all nodes made since a mark."""
         self.values.forget(mark)
         self._constants = {i: each for i, each in self._constants.items() if each[1] < mark[0]}
         self._keys = {i: each for i, each in self._keys.items() if not each[2] > mark[0]}
@@ -138,7 +136,7 @@ class _Numbers:
         return self._each(eqn, self.values.node(name, key, tuple(operands), ((), None)))
 
     def axis_counted(self, value: int) -> int | None:
-        """Return the axis along which an array counts from zero, None where it is not known to count."""
+        """Return the axis along which an array counts from zero, None if it is not known to count."""
         node = self.values.nodes[value]
         along = [axis for axis, step in enumerate(node.key[0]) if step] if node.op == "Grid" else []
         counts = len(along) == 1 and node.key[0][along[0]] == 1 and node.key[1] == constant(0)
@@ -173,7 +171,7 @@ class _Numbers:
         return self._constants[id(const)][1]
 
     def _key(self, eqn: jex.JaxprEqn) -> Any:
-        """Return what says which operation of its name an equation is."""
+        """Return the parameters that distinguish an equation's operation from others of that name."""
         name, params = eqn.primitive.name, eqn.params
         if (own := KEYS.get(name)) is not None:
             return own(params)
@@ -192,7 +190,7 @@ class _Numbers:
         )
 
     def _hashable(self, value: Any) -> tuple[Any, ...]:
-        """Return what makes parameters equal, with their types: `1`, `1.0` and `True` differ."""
+        """Return a hashable stand-in for parameters that also distinguishes types: `1`, `1.0` and `True` differ."""
         if isinstance(value, dict):
             return type(value), *(
                 (k, self._hashable(v)) for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))
@@ -211,7 +209,7 @@ class _Numbers:
         return type(value), value
 
     def _opaque(self, closed: jex.ClosedJaxpr) -> tuple[Any, ...]:
-        """Return the numbers of a body of arguments of its own."""
+        """Return the numbers of a body with arguments of its own."""
         jaxpr = _compat.opened(closed)[0]
         own, self.turns = self.turns, {}
         lengths, self.values.lengths = self.values.lengths, []
@@ -228,7 +226,7 @@ class _Numbers:
 
     @contextmanager
     def _inside(self, *scope: Any) -> Iterator[dict[str, list[int]]]:
-        """Within a body of what is around; gives what runs in order there."""
+        """Number a body's equations in this context; it yields those that run in order."""
         own, around = self.turns, self.scope
         self.turns, self.scope = {}, (*around, len(own.get("body", ())), *scope)
         yield self.turns
@@ -237,7 +235,7 @@ class _Numbers:
     def _turn_of(
         self, key: tuple[object, ...], turns: Sequence[dict[str, list[int]]], operands: Sequence[int]
     ) -> None:
-        """Note a loop or a choice, of which bodies have something that runs in order, runs in order itself."""
+        """Record that a loop or a choice runs in order if its bodies contain equations that do."""
         if any(turns):
             kinds = tuple(tuple((k, len(v)) for k, v in each.items()) for each in turns)
             inside = [a for each in turns for v in each.values() for a in v]
@@ -288,8 +286,8 @@ class _Numbers:
     def _of_chunks(
         self, eqn: jex.JaxprEqn, operands: list[int], symbol: int
     ) -> tuple[jex.ClosedJaxpr, list[int]] | None:
-        """Return what does all rows at once in place of a loop over chunks of them, and its operands, where it is such
-        a loop.
+        """Return the equations that compute all rows at once in place of a loop over chunks, with their operands, if it
+        is such a loop.
         """
         length, count, values = eqn.params["length"], sum(_compat.scan_counts(eqn)), self.values
         given, arrays = operands[:count], operands[count:]
@@ -323,7 +321,7 @@ class _Numbers:
         return None if found is None else (found, [*given, *rows])
 
     def _without_chunks(self, eqn: jex.JaxprEqn, operands: list[int], symbol: int) -> jex.ClosedJaxpr:
-        """Return the body of a loop with what does all rows at once in place of loops over chunks of them in it."""
+        """Return a loop's body with loops over chunks replaced by equations that compute all rows at once."""
         consts, carries = _compat.scan_counts(eqn)
         rows = [self.values.row(a, alone(symbol)) for a in operands[consts + carries :]]
         around, self.meant = self.meant, {}
@@ -353,7 +351,7 @@ class _Numbers:
         return _compat.new_jaxpr([*known], [*known.values()], invars, results, eqns)
 
     def _places(self, value: int) -> Affine | None:
-        """Return where a column of indices that counts begins."""
+        """Return the first entry of a column of indices that counts."""
         node = self.values.nodes[value]
         return (
             node.key[1]
@@ -362,7 +360,7 @@ class _Numbers:
         )
 
     def _inside_of(self, value: int) -> Inside | None:
-        """Return what a mask is of indices that count; None of others."""
+        """Return the limits of a mask of counting indices, None for other masks."""
         node = self.values.nodes[value]
         if node.op == "and":
             first, second = (self._inside_of(a) for a in node.operands)
@@ -382,22 +380,22 @@ class _Numbers:
         return found._replace(least=number) if node.op == "ge" else found._replace(below=number)
 
     def _is_known(self, eqn: jex.JaxprEqn, operands: list[int]) -> bool:
-        """Return whether there are such results already."""
+        """Return whether the program already has such results."""
         mark = self.values.mark
         found = self._of_all(eqn, operands)
         self.forget(mark)
         return all(a < mark[0] for a in found)
 
     def _of_all(self, eqn: jex.JaxprEqn, operands: list[int]) -> Sequence[int]:
-        """Return the results outside of the innermost loop around."""
+        """Return an equation's results outside of the innermost surrounding loop."""
         around, self.values.lengths = self.values.lengths, self.values.lengths[:-1]
         found = self._results(eqn, operands)
         self.values.lengths = around
         return found
 
     def _sizes(self, eqn: jex.JaxprEqn, axis: int) -> set[tuple[int, int | None]]:
-        """Return the sizes along an axis that values have which are like an equation's result otherwise; of pads, whose
-        width nothing else bounds, those that pads make, with where they begin.
+        """Return the sizes that known values of an otherwise equal type have along an axis. For pads, whose width
+        nothing else bounds, only results of pads count, each with its padding in front.
         """
         name, (shape, dtype) = eqn.primitive.name, _type(eqn.outvars[0])
         found, others = set[tuple[int, int | None]](), (*shape[:axis], *shape[axis + 1 :])
@@ -485,7 +483,7 @@ class _Numbers:
         ]
 
     def _same(self, value: int, undone: str) -> int:
-        """Return what was divided among devices and put together again, or the other way round, is what it was."""
+        """Return the original value for one that was divided among devices and reassembled, or the reverse."""
         node = self.values.nodes[value]
         inner = self.values.nodes[node.operands[0]]
         return inner.operands[0] if inner.op == undone and inner.key == node.key else value
@@ -506,7 +504,7 @@ class _Numbers:
         return None if index is None else [grid(self.values, _type(eqn.outvars[0]), (), constant(index))]
 
     def compared(self, first: int, second: int) -> str:
-        """Return in which operations two values differ, from their results on."""
+        """Return the operations in which two values differ, starting from their results."""
         nodes, path = self.values.nodes, []
         while True:
             one, two = nodes[first], nodes[second]

@@ -1,6 +1,6 @@
-"""Parameters of an equation -> what says which operation it is, of those that `_value_numbers` has rules for.
+"""Equation parameters -> the key that identifies an operation, for the operations that `_value_numbers` has rules for.
 
-Views are such too: where results are, and in which layout, does not change their values.
+Views are among them. The devices and the layout of results do not affect their values, and are left out.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Gather or scatter whose indices count the rows -> the same with the rows as batch dimensions.
+"""Gather or scatter whose indices count rows -> the same operation with the rows as batch dimensions.
 
 `x[jnp.arange(n), places]` and `zeros.at[jnp.arange(n)[:, None], places].add(y)` name the row of each entry by a column
-of the indices that is 0, 1, 2, ... along one of their axes. As a batch dimension, as `take_along_axis` and `vmap` have
-it, the rows are known to be independent: such indexing is done in chunks of rows as pointwise work is.
+of indices 0, 1, 2, ... along one of their axes. As batch dimensions, which `take_along_axis` and `vmap` use, the rows
+are known to be independent, and the operation can run in chunks of rows like pointwise work.
 
-Law: the same entries are read and written. A row is never out of bounds, so modes mean the same.
+Invariant: the same entries are read and written. Rows are never out of bounds, so modes keep their meaning.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,20 @@ _SCATTERS = (
     "operand_batching_dims",
     "scatter_indices_batching_dims",
 )
-"""What gathers and scatters call the dimensions of which one entry is read, those that each column of the indices
-names, those that are batched, and their axes of the indices."""
+"""The parameters of gathers and scatters that name dimensions with a window of one entry, dimensions indexed by a
+column each, batch dimensions, and the indices' axes for those.
+"""
 
 
 def is_indexing(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is a gather or a scatter of several columns of indices."""
+    """Return whether an equation is a gather or a scatter with several columns of indices."""
     name, indices = eqn.primitive.name, eqn.invars[1:2]
     return (name == "gather" or name.startswith("scatter")) and shaped(indices[0]).shape[-1:] > (1,)
 
 
 def batched_indices(eqn: jex.JaxprEqn) -> tuple[Any, int]:
-    """Return the indices of a gather or scatter, None of others or where they are a literal, and of how many batch
-    dimensions each names one place alone.
+    """Return the indices of a gather or scatter, and the number of its batch dimensions that index one place each; None
+    for other equations and for literal indices.
     """
     name = eqn.primitive.name
     if not (name == "gather" or name.startswith("scatter")) or is_literal(eqn.invars[1]):
@@ -42,8 +43,8 @@ def batched_indices(eqn: jex.JaxprEqn) -> tuple[Any, int]:
 
 
 def by_row(eqn: jex.JaxprEqn, counted: Sequence[int | None]) -> tuple[dict[str, Any], int] | None:
-    """Return the parameters of the same equation with rows as batch dimensions, and the column that its indices are
-    then; None where there is not one.
+    """Return the parameters of the same equation with rows as batch dimensions, and the indices' remaining column; None
+    if more than one remains.
 
     **Arguments:** `counted` for each column of the indices the axis along which it counts from zero, None for none.
     """

@@ -1,6 +1,7 @@
-"""Jaxpr -> the equations that run once (effects, draws, calls of the host), in order, and how often loops run each.
+"""Jaxpr -> the equations that may run only once (effects, random draws, host calls) in order, with the trip counts of
+their loops.
 
-Law: a program that is made of another runs them as often, and in the same order.
+Invariant: a program derived from another runs them as often, in the same order.
 """
 
 import jax.extend.core as jex
@@ -13,16 +14,15 @@ Runs = list[tuple[str, int]]
 
 
 def run_counts(closed: jex.ClosedJaxpr) -> Runs:
-    """Return those of them that a result or an effect needs."""
+    """Return the run-once equations that a result or an effect needs."""
     if not any(map(runs_once, closed.jaxpr.eqns)):
         return []
     return _counted(_compat.pruned(closed).eqns, 1)
 
 
 def check_runs(closed: jex.ClosedJaxpr, original: jex.ClosedJaxpr) -> None:
-    """Compare a program with the one that it was made of.
-
-    **Raises:** RuntimeError where it merges, repeats, drops or moves what runs once.
+    """Compare a program with the one from which it was derived. **Raises:** RuntimeError if it merges, repeats, drops
+    or moves an equation that may run only once.
     """
     found, expected = run_counts(closed), run_counts(original)
     if found != expected:

@@ -1,6 +1,6 @@
-"""Jaxpr, operands -> its equations with these, as a stretch of another jaxpr.
+"""Jaxpr and operands -> its equations applied to them, as a part of another jaxpr.
 
-Law: the equations make each named result, also one that the jaxpr merely hands on.
+Invariant: the equations compute every named result, also one that the jaxpr only passes on.
 """
 
 import operator
@@ -14,14 +14,14 @@ from . import _compat
 from ._compat import AbstractValue, Atom, SourceInfo, shaped
 
 BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
-"""Primitives with computations of their own, and the parameters that these are."""
+"""Primitives that contain jaxprs, and the parameters that hold them."""
 
 CALLS = {"jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",)}
-"""Primitives whose bodies become part of what is around."""
+"""Primitives whose bodies are inlined."""
 
 
 def with_bodies(eqn: jex.JaxprEqn, change: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> jex.JaxprEqn:
-    """Return the equation with its bodies changed, itself where none is another."""
+    """Return the equation with its bodies changed; the equation itself if none changes."""
     changed: dict[str, Any] = {}
     for param in {**BODIES, **CALLS}.get(eqn.primitive.name, ()):
         found = eqn.params[param]
@@ -38,8 +38,8 @@ def inlined(
     source_info: SourceInfo,
     results: Sequence[jex.Var | None] = (),
 ) -> tuple[list[jex.JaxprEqn], list[Any]]:
-    """Return the equations of a jaxpr without constants for these operands, and their results, under given names if
-    any. Those that the library made have the line of what they stand for.
+    """Return a constant-free jaxpr's equations for these operands, and their results, under given names if any.
+    Equations that the library created get the source line of the equation that they replace.
     """
     jaxpr = closed.jaxpr
     named: dict[Any, Any] = {}
@@ -67,7 +67,7 @@ def inlined(
 
 
 def typed(atom: Atom) -> AbstractValue | jax.ShapeDtypeStruct:
-    """Return the type of a variable, for a function to be traced with."""
+    """Return a variable's type as an argument for tracing a function."""
     if _compat.varying_axes(atom):
         return atom.aval
     weak = bool(getattr(atom.aval, "weak_type", False))
@@ -75,13 +75,13 @@ def typed(atom: Atom) -> AbstractValue | jax.ShapeDtypeStruct:
 
 
 def in_place_of(eqn: jex.JaxprEqn, fn: Callable[..., object]) -> list[jex.JaxprEqn]:
-    """Return the equations of a function of its operands in the place of one."""
+    """Return the equations of a function of an equation's operands, to replace it."""
     closed = jax.make_jaxpr(fn)(*map(typed, eqn.invars))
     return inlined(closed, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
 def needed(eqns: Sequence[jex.JaxprEqn], results: Iterable[Atom]) -> list[int]:
-    """Return the equations that results or effects need, by index, in order."""
+    """Return the indices of the equations that results or effects need, in order."""
     wanted = set(_compat.variables(results))
     found = []
     for i in reversed(range(len(eqns))):

@@ -1,12 +1,14 @@
-"""Values of programs -> numbers, equal ones of which are equal values: hash-consing with a few rules of arrays.
+"""Programs' values -> numbers such that equal numbers mean equal values: hash-consing with a few rules for arrays.
 
-A *node* is an operation on numbered operands. Making a node that is there gives its number, and `RULES` say which nodes
-are others by another name: an identity is its operand, a row of a stack is what was stacked. Loops need two things
-more. A *symbol*, one for each depth of loops, is the row that an iteration works on: what iterations read are rows of
-arrays at *affine* places, `2 * symbol + 1`. A *hole* stands for a carry until `_carries` knows what that is.
+A *node* is an operation on numbered operands. Making a node that exists already returns its number. `RULES` simplify
+nodes: an identity is its operand, a row of a stack is the value that was stacked there.
 
-Law: nodes of one number have the same value wherever their symbols and holes have, apart from rounding where a rule
-says so. Every rule is of one operation, and knows nothing of whole programs.
+Loops need two more notions. A *symbol*, one for each depth of nesting, is the row that an iteration works on;
+iterations read rows of arrays at *affine* places such as `2 * symbol + 1`. A *hole* stands for a carry until `_carries`
+has determined what the carry is.
+
+Invariant: nodes with one number have the same value for all values of their symbols and holes, except for rounding
+where a rule says so. Each rule covers one operation and knows nothing of whole programs.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -15,21 +17,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Affine = tuple[tuple[tuple[int, int], ...], int]
-"""A sum of symbols: those with their factors, in order, and a constant."""
+"""A sum of symbols and a constant: pairs of symbol and factor, sorted, and the constant."""
 
 Type = tuple[tuple[int, ...], Any]
 """A shape and a dtype."""
 
 FREE = -1
-"""A symbol that no loop has, for what is on its way from one to another."""
+"""A symbol that no loop has, for values that are being moved from one loop to another."""
 
 BINDERS = frozenset({"Stack", "Filled", "Recurrence", "Until"})
-"""Operations that have a symbol of their own, the first entry of their key."""
+"""Operations that bind a symbol of their own, the first entry of their key."""
 
 
 class Node(NamedTuple):
-    """An operation. **Fields:** `op` its name, one with a capital where it is no primitive of JAX; `key` what else says
-    which it is; `operands` numbers; `type` of what it gives.
+    """An operation. **Fields:** `op` its name, capitalised if it is no primitive of JAX; `key` the parameters that
+    distinguish operations of that name; `operands` numbers; `type` of the result.
     """
 
     op: str
@@ -39,17 +41,18 @@ class Node(NamedTuple):
 
 
 class CaptureError(Exception):
-    """A symbol would mean another loop's row there."""
+    """Substituting a place for a symbol would make it refer to another loop's row."""
 
 
 class UndecidedError(Exception):
-    """To compare two programs would take too long."""
+    """Comparing two programs would take too long."""
 
 
 class Recurrence(NamedTuple):
-    """Carries of a loop that need one another. **Fields:** `symbol` that is the iteration, from 0 on; `step` 1 or -1
-    from one to the next; `holes`, which stand for the carries in what is `next`, and how those `begin`; `root` the one
-    that is meant.
+    """The carries of a loop that depend on one another.
+
+    **Fields:** `symbol` the iteration, counted from 0; `step` 1 or -1, the direction; `holes` that stand for the
+    carries in their `next` values; `begin` their initial values; `root` the carry in question.
     """
 
     symbol: int
@@ -61,13 +64,13 @@ class Recurrence(NamedTuple):
 
 
 Rule = Callable[["Values", Any, tuple[int, ...], Type], int | None]
-"""Key, operands and type of a node to be -> the node that it is by another name, None where there is none."""
+"""Key, operands and type of a new node -> the existing node with the same value, None if the rule does not apply."""
 
 RULES: dict[str, list[Rule]] = {}
 
 
 def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Have the decorated rule asked for nodes of these operations."""
+    """Register the decorated rule for nodes of these operations."""
 
     def add(fn: Rule) -> Rule:
         for op in ops:
@@ -79,11 +82,12 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 @dataclass
 class Values:
-    """The nodes made so far. **Fields:** `free` for each the symbols and holes that it is made of, as bits; `lengths`
-    of the loops around, None where unknown; `recurrences` by their nodes' keys and operands, and those that are `alike`
-    as they begin; what carries were `after_one` iteration of a loop that has no more, and what they began as; `sets`
-    what was found of sets of carries; `again` makes a recurrence of changed parts; `left` how many nodes may be asked
-    for yet.
+    """The nodes made so far.
+
+    **Fields:** `free` for each node the symbols and holes that it depends on, as bits; `lengths` of the surrounding
+    loops, None where unknown; `recurrences` by their nodes' keys and operands, and those with `alike` initial values;
+    `after_one` carries after the only iteration of a loop, with their initial values; `sets` the results for sets of
+    carries; `again` builds a recurrence from changed parts; `left` the number of nodes that may still be requested.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -98,7 +102,7 @@ class Values:
     _known: dict[Node, int] = field(default_factory=dict)
 
     def make(self, op: str, key: Hashable, operands: Iterable[int], kind: Type) -> int:
-        """Return the number of such a node, or of what it is by another name."""
+        """Return the number of a node, or of the node that a rule says it equals."""
         operands = tuple(operands)
         self.left -= 1
         if self.left < 0:
@@ -111,7 +115,7 @@ class Values:
         return self.node(op, key, operands, kind)
 
     def node(self, op: str, key: Any, operands: tuple[int, ...], kind: Type) -> int:
-        """Return the number of the node itself."""
+        """Return the number of a node without asking the rules."""
         node = Node(op, key, operands, kind)
         if (found := self._known.get(node)) is not None:
             return found
@@ -131,7 +135,7 @@ class Values:
         return len(self.nodes), len(self.recurrences), len(self.sets)
 
     def forget(self, mark: tuple[int, int, int]) -> None:
-        """Forget all that was made since."""
+        """Forget all nodes made since a mark."""
         nodes, recurrences, sets = mark
         kept = {a: begun for a, begun in self.after_one.items() if a < nodes}
         self.after_one = {a: [b for b in begun if b < nodes] for a, begun in kept.items()}
@@ -145,7 +149,7 @@ class Values:
             self.alike[_begun(last)].remove(key)
 
     def remember(self, key: tuple[Hashable, tuple[int, ...]], recurrence: Recurrence) -> None:
-        """Remember what a node of this key, its place left out, and these operands is."""
+        """Record the value of nodes with this key, except for its place, and these operands."""
         if key not in self.recurrences:
             self.recurrences[key] = recurrence
             self.alike.setdefault(_begun(recurrence), []).append(key)
@@ -155,12 +159,12 @@ class Values:
         return self.nodes[value].type
 
     def row(self, array: int, place: Affine) -> int:
-        """Return the row of an array at a place that it has."""
+        """Return the row of an array at a place inside its bounds."""
         shape, dtype = self.type(array)
         return self.make("Row", place, (array,), (shape[1:], dtype))
 
     def range(self, place: Affine) -> tuple[int, int] | None:
-        """Return the least and the largest number that a place can be in the loops around."""
+        """Return the smallest and the largest value of a place over the surrounding loops."""
         least = most = place[1]
         for symbol, factor in place[0]:
             length = self.lengths[symbol] if 0 <= symbol < len(self.lengths) else None
@@ -172,7 +176,7 @@ class Values:
 
     @contextmanager
     def unbounded(self, symbol: int) -> Iterator[None]:
-        """Within what the loop around at this depth is not about."""
+        """Make places unbounded in the loop at this depth while the context is open."""
         around = self.lengths
         self.lengths = [None if i == symbol else length for i, length in enumerate(around)]
         try:
@@ -181,14 +185,13 @@ class Values:
             self.lengths = around
 
     def at(self, value: int, symbol: int, place: Affine) -> int:
-        """Return a value with a place for a symbol. **Raises:** `CaptureError`."""
+        """Return a value with a place substituted for a symbol. **Raises:** `CaptureError`."""
         return value if place == alone(symbol) else self.rebuilt([value], {}, {symbol: place})[0]
 
     def rebuilt(
         self, values: Sequence[int], swapped: Mapping[int, int], placed: Mapping[int, Affine]
     ) -> list[int]:
-        """Return values with other nodes in the place of some, and places for some symbols. **Raises:**
-        `CaptureError`.
+        """Return values with some nodes replaced, and places substituted for some symbols. **Raises:** `CaptureError`.
         """
         return _Rebuilding(self, swapped).values(values, dict(placed))
 
@@ -261,7 +264,7 @@ def _begun(recurrence: Recurrence) -> tuple[int, int, int]:
 
 
 def replaced_in_key(node: Node, placed: Mapping[int, Affine]) -> Any:
-    """Return a node's key with places for symbols."""
+    """Return a node's key with places substituted for symbols."""
     if node.op in ("Row", "Put"):
         return substituted(node.key, placed)
     if node.op == "Grid":
@@ -275,11 +278,11 @@ def symbol_bit(symbol: int) -> int:
 
 
 _SYMBOLS = sum(1 << 2 * depth for depth in range(64))
-"""The bits of all symbols: so many loops are never within one another."""
+"""The bits of all symbols. Loops are never nested deeper than this."""
 
 
 def deeper_bits(symbol: int) -> int:
-    """Return the bits of the symbols of loops within that of a symbol."""
+    """Return the bits of the symbols of all loops inside a symbol's loop."""
     return _SYMBOLS & -symbol_bit(symbol + 1)
 
 
@@ -299,17 +302,17 @@ def affine_bits(place: Affine) -> int:
 
 
 def alone(symbol: int) -> Affine:
-    """Return the place that is a symbol."""
+    """Return the place that is just a symbol."""
     return ((symbol, 1),), 0
 
 
 def constant(number: int) -> Affine:
-    """Return the place that is a number."""
+    """Return the place that is just a number."""
     return (), number
 
 
 def plus(first: Affine, second: Affine, times: int = 1) -> Affine:
-    """Return the sum of a place and so many times another."""
+    """Return the sum of a place and a multiple of another."""
     factors = dict(first[0])
     for symbol, factor in second[0]:
         factors[symbol] = factors.get(symbol, 0) + times * factor
@@ -317,7 +320,7 @@ def plus(first: Affine, second: Affine, times: int = 1) -> Affine:
 
 
 def substituted(place: Affine, placed: Mapping[int, Affine]) -> Affine:
-    """Return a place with others for its symbols."""
+    """Return a place with other places substituted for its symbols."""
     found: Affine = ((), place[1])
     for symbol, factor in place[0]:
         found = plus(found, placed.get(symbol, alone(symbol)), factor)

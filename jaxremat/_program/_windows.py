@@ -1,11 +1,13 @@
-"""Equation -> the axes along which a row of its result is made of a window of rows of its operand.
+"""Equation -> the axes along which a row of its result depends on a window of rows of its operand.
 
-A convolution over an image reads, for each row of its result, a few rows around it: with those that are around a part,
-its *halo*, each part of the rows is independent. In rows of the operand, once these are spread out by the dilation, the
-window of row `r` begins at `r * stride - padding`, and ends so much later as it extends. Rows outside of the operand
-count as a number, as zeros that pad it.
+A convolution over an image reads, for each row of its result, a few rows around it. Parts of the rows are independent
+if each is read together with the rows around it, its *halo*.
 
-Invariant: a part with its halo, in which rows outside of the operand are that number, gives that part of the result.
+In rows of the operand after dilation, the window of row `r` starts at `r * stride - padding` and covers `extent` rows.
+Rows outside of the operand count as a fixed number, such as the zeros of a padded convolution.
+
+Invariant: applying the equation to a part with its halo, with that number for rows outside of the operand, gives that
+part of the result.
 """
 
 from collections.abc import Iterator
@@ -19,18 +21,18 @@ from ._axes import BatchingRule, Parts
 from ._compat import DType, is_literal, shaped
 
 Halo = tuple[int, int]
-"""So many rows before a part, and behind it."""
+"""The numbers of rows before a part and behind it."""
 
 _EXTREMES = {"reduce_window_max": "min", "reduce_window_min": "max"}
 
 
 @dataclass(frozen=True, slots=True)
 class WindowRule(BatchingRule):
-    """An axis in which windows are.
+    """An axis with windows.
 
-    **Fields:** `stride`, `padding`, `extent` and `dilation` of the first operand, see above; `fill` the number outside
-    of it, None where that is not read; `at` the parameter of the padding and its index there. Where results are sums
-    over the axis, its rows are those of the second operand.
+    **Fields:** `stride`, `padding`, `extent` and `dilation` of the first operand, as in the module's docstring; `fill`
+    the number that rows outside of it count as, None if they are not read; `at` the parameter that holds the padding
+    and the index in it. If results are sums over the axis, its rows are those of the second operand.
     """
 
     stride: int = 1
@@ -41,8 +43,8 @@ class WindowRule(BatchingRule):
     at: tuple[str, int] = ("padding", 0)
 
     def halo(self, result: Halo) -> tuple[Halo, Halo]:
-        """Return the halo of the operand for that of the result, and the padding of a part that begins and ends with
-        rows that are read.
+        """Return the operand's halo for a halo of the result, and the padding of a part whose first and last rows are
+        read.
         """
         before, behind = result
         first = before * self.stride + self.padding
@@ -53,7 +55,7 @@ class WindowRule(BatchingRule):
         )
 
     def reached(self, operand: Halo) -> tuple[Halo, Halo]:
-        """Return the halo of the results that read any row of a part with its halo, and the padding for these."""
+        """Return the halo of the results that read any row of a part with its halo, and the padding for them."""
         before, behind = operand
         first = max((before * self.dilation - self.padding + self.extent) // self.stride, 0)
         last = max(((behind - 1) * self.dilation + self.padding) // self.stride + 1, 0)
@@ -62,16 +64,16 @@ class WindowRule(BatchingRule):
         return (first, last), (low, high)
 
     def is_linear(self, eqn: jex.JaxprEqn) -> bool:
-        """Return whether an equation makes of a sum of first operands the sum of what it makes of each."""
+        """Return whether an equation is linear in its first operand."""
         return self.fill in (0, None) and eqn.primitive.name not in _EXTREMES
 
     def has_every(self, size: int, count: int) -> bool:
-        """Return whether so many results read all rows of so many that any reads."""
+        """Return whether the given number of results reads every row that any result reads."""
         before = self.extent - self.stride - self.padding  # where the window before the first ends
         return before < 0 and count * self.stride - self.padding > (size - 1) * self.dilation
 
     def padded(self, eqn: jex.JaxprEqn, low: int, high: int, rows: int) -> dict[str, Any]:
-        """Return the equation's parameters for an operand of so many rows with another padding."""
+        """Return the equation's parameters for an operand with this number of rows and other padding."""
         name, index = self.at
         if name == "start_indices":
             return {
@@ -83,14 +85,14 @@ class WindowRule(BatchingRule):
         return {**eqn.params, name: _replaced(eqn.params[name], index, (low, high, *more))}
 
     def pads_gaps(self, eqn: jex.JaxprEqn) -> bool:
-        """Return whether an equation pads no further than to where the next row could be."""
+        """Return whether an equation pads no further than the position of the next row."""
         name, index = self.at
         return all(0 <= n < self.dilation for n in eqn.params[name][index][:2])
 
 
 @dataclass(frozen=True, slots=True)
 class PartWithHalo(Parts):
-    """A part with its halo. **Fields:** all of its `rows`."""
+    """A part with its halo. **Fields:** `rows` the number of rows with the halo."""
 
     def of(self, size: int) -> int:
         del size
@@ -98,12 +100,12 @@ class PartWithHalo(Parts):
 
 
 def has_window(eqn: jex.JaxprEqn) -> bool:
-    """Return whether rows of an equation's result are made of several rows, for all that it is made for."""
+    """Return whether each row of an equation's result depends on several rows of an operand."""
     return eqn.primitive.name == "conv_general_dilated" or eqn.primitive.name.startswith("reduce_window")
 
 
 def windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield the axes along which an equation has windows, and those in which they stand beside one another."""
+    """Yield the axes along which an equation has windows, and those along which its windows are adjacent."""
     name = eqn.primitive.name
     if name == "conv_general_dilated":
         yield from _convolution(eqn)
@@ -123,7 +125,7 @@ def windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _convolution(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield the positions, of the result, or of a window as large as the operand, as in the gradient of a kernel."""
+    """Yield the spatial axes: of the result, or of a window as large as the operand, as in a kernel's gradient."""
     params = eqn.params
     numbers = params["dimension_numbers"]
     spans = zip(
@@ -156,7 +158,7 @@ def _reduction(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _beside(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield where windows cover the operand, and none of it twice."""
+    """Yield the axes along which windows cover the operand without overlap."""
     source, operand = (shaped(a).shape for a in eqn.invars)
     each = zip(*(eqn.params[n] for n in ("window_dimensions", "window_strides", "padding")), strict=True)
     for d, (size, stride, padding) in enumerate(each):
