@@ -1,11 +1,8 @@
-"""Rules of `_value_numbers` for arrays: views, rows, indices, and the masks that JAX and this library write otherwise.
+"""Rules of `_value_numbers` for arrays: views, rows, indices, and for the masks and pooling gradients that JAX and this
+library write in different ways (`_masks`, `_selections`, `_encodings`, `_pooling_places`).
 
-Law: both sides of a rule have the same entries, bit by bit; of what loops fill row by row it does not matter when.
-
-Rules of `_value_numbers` for masks that `_masks`, `_selections` and `_encodings` write otherwise, and for the
-gradient of max-pooling that `_pooling_places` does.
-
-Law: both sides of a rule are the same, bit by bit, but for the order in which overlapping windows add up.
+Invariant: both sides of a rule have the same entries, bit by bit, except for the order in which overlapping windows add
+up. The order in which a loop fills its rows does not matter.
 """
 
 import math
@@ -35,7 +32,7 @@ from ._value_numbers import (
 )
 
 Window = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The key of a `slice`: where it begins and ends along each dimension, and its steps."""
+"""The key of a `slice`: its starts, limits and strides."""
 
 # Views. Whatever only changes the shape is a `reshape`.
 
@@ -61,7 +58,7 @@ def _reshaped(values: Values, key: object, operands: Operands, kind: Type) -> in
 
 
 def _in_a_row(values: Values, node: Node, kind: Type) -> int | None:
-    """Return a stack of stacks, whose entries are of the rows that these have one behind the other."""
+    """Return a stack of stacks as one with all rows of the inner stacks in order."""
     inner = values.nodes[node.operands[0]]
     if inner.op != "Stack":
         return None
@@ -122,8 +119,8 @@ def _transposed(values: Values, key: tuple[int, ...], operands: Operands, kind: 
 
 @rule("convert_element_type")
 def _narrowed(values: Values, key: object, operands: Operands, kind: Type) -> int | None:
-    """Return what was made wider and is as it was again; a product in a wide type of what is narrow, and rounded to
-    that, is one of narrow numbers, which adds up in the wide type.
+    """Return the original of a value that was widened and narrowed again; a product of narrow numbers computed in a
+    wide type and rounded is a narrow product that accumulates in the wide type.
     """
     node = values.nodes[operands[0]]
     of = {values.type(a)[1] for a in node.operands}
@@ -137,7 +134,7 @@ def _narrowed(values: Values, key: object, operands: Operands, kind: Type) -> in
 
 
 def _holds(wide: DType, narrow: DType) -> bool:
-    """Return whether each number of a type is one of another, of the same kind."""
+    """Return whether one type represents every number of another of the same kind."""
     if jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating):
         a, b = jnp.finfo(wide), jnp.finfo(narrow)
         return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
@@ -202,7 +199,7 @@ def _row(values: Values, place: Affine, operands: Operands, kind: Type) -> int |
 def _rows_of(
     values: Values, operands: Sequence[int], shape: tuple[int, ...], place: Affine
 ) -> list[int] | None:
-    """Return what pointwise work on arrays of this shape reads for a row of its result."""
+    """Return the operands that pointwise work on arrays of this shape reads for one row of its result."""
     found = []
     for a in operands:
         own = values.type(a)[0]
@@ -223,7 +220,7 @@ def _opened(values: Values, value: int, symbol: int, place: Affine) -> int | Non
 
 
 def _beside(values: Values, array: int, written: int, where: Affine, place: Affine) -> int | None:
-    """Return the row of an array of which another, or the same, was written."""
+    """Return the row of an array from which another was written, if they are the same."""
     apart = plus(place, where, -1)
     if apart == constant(0):
         return written
@@ -306,7 +303,7 @@ def _dynamic_update(values: Values, key: object, operands: Operands, kind: Type)
 
 
 def _first_place(values: Values, array: int, indices: list[int]) -> Affine | None:
-    """Return the row at which a slice of one begins, where no index is out of the array."""
+    """Return the row at which a slice starts, if no index is out of bounds."""
     shape = values.type(array)[0]
     places = [scalar(values, i) for i in indices]
     if not places or places[0] is None or any(place != constant(0) for place in places[1:]):
@@ -369,13 +366,13 @@ def _put(values: Values, place: Affine, operands: Operands, kind: Type) -> int |
 
 
 def _is_at(values: Values, row: int, value: int, symbol: int, place: Affine) -> bool:
-    """Return whether a row is what a value is at a place."""
+    """Return whether a row is a value's at a place."""
     return row == _opened(values, value, symbol, place)
 
 
 @rule("concatenate")
 def _concatenated(values: Values, axis: int, operands: Operands, kind: Type) -> int | None:
-    """Stacks of one value, of some rows each, are a stack of all; slices of one, one behind the other, are a slice."""
+    """Return a stack of one value's chunks as one stack of its rows, and adjacent slices as one slice."""
     if len(operands) == 1:
         return operands[0]
     slices = [values.nodes[a] for a in operands]
@@ -411,7 +408,7 @@ def _concatenated(values: Values, axis: int, operands: Operands, kind: Type) -> 
 
 @rule(*_POINTWISE)
 def _of_repeated(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return pointwise work on what is repeated along an axis as that on one entry there."""
+    """Return pointwise work on values that repeat along an axis as work on one entry there."""
     found = [_once(values, a, kind[0]) for a in operands]
     shapes = [own for a in found if (own := values.type(a)[0])]
     spanned = tuple(n if any(own[axis] > 1 for own in shapes) else 1 for axis, n in enumerate(kind[0]))
@@ -439,7 +436,7 @@ def _once(values: Values, value: int, shape: tuple[int, ...]) -> int:
 
 @rule(*_POINTWISE)
 def _of_stacks(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return pointwise work on a stack is a stack of such work."""
+    """Return pointwise work on a stack as a stack of such work."""
     stacks = [values.nodes[a] for a in operands if values.nodes[a].op == "Stack"]
     if not stacks:
         return None
@@ -466,7 +463,7 @@ def _number(values: Values, value: int) -> float | None:
 
 @rule(*_MIRRORED)
 def _of_clamped(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return a comparison of what is clamped with a number within the limits is one of what it was before."""
+    """Return a comparison of a clamped value with a number inside the limits as one of the value itself."""
     numbers = [_number(values, a) for a in operands]
     if (numbers[0] is None) == (numbers[1] is None):
         return None
@@ -497,7 +494,7 @@ def _of_clamped(values: Values, key: OperationKey, operands: Operands, kind: Typ
 
 @rule("eq")
 def _of_larger(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return whether one of two is the larger one: whether it is not smaller than the other one."""
+    """Return whether one of two values is the larger, as whether it is not smaller than the other."""
     for one, result in (operands, operands[::-1]):
         node = values.nodes[result]
         if node.op in ("max", "min") and one in node.operands:
@@ -510,7 +507,7 @@ def _of_larger(values: Values, key: OperationKey, operands: Operands, kind: Type
 
 @rule("ne")
 def _of_bits(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return a mask that was packed, eight entries to a byte, and unpacked."""
+    """Return the original of a mask that was packed, eight entries to a byte, and unpacked."""
     found = operands[0]
     if _number(values, operands[1]) != 0 or values.type(found)[1] != np.uint8:
         return None
@@ -547,7 +544,7 @@ def _of_bits(values: Values, key: OperationKey, operands: Operands, kind: Type) 
 
 @rule("max_pool_gradient")
 def _of_pooling(values: Values, key: tuple[object, ...], operands: Operands, kind: Type) -> int | None:
-    """JAX's own gradient of a max-pooling, up to the order in which overlapping windows add up."""
+    """Return JAX's own gradient of a max-pooling, up to the order in which overlapping windows add up."""
     node = values.nodes[operands[1]]
     if node.op != "max_pool_places" or node.key[:3] != key or values.type(node.operands[0])[0] != kind[0]:
         return None

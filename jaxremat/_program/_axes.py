@@ -1,12 +1,14 @@
-"""Equation -> the axes along which its work is independent: per primitive one rule, total over JAX's primitives.
+"""Equation -> the axes along which its work is independent: one rule per primitive, total over JAX's primitives.
 
-A rule yields `BatchingRule`s. Each is one independent axis, given by the dimension that it is in each operand and
-result. An operand without that dimension is read whole. A result without it is a sum over the axis: the sums over parts
-of the axis add up to it. A dimension that no way names is *mixed*: each entry of a result depends on all entries along
-it, as a sort's, a cumulative sum's or a Fourier transform's do, or on entries at positions that are data.
+A rule yields `BatchingRule`s. Each is one independent axis, given by its dimension in each operand and result. An
+operand without that dimension is read whole. A result without it is a sum over the axis: the sums over parts of the
+axis add up to it.
 
-Invariant: applying the equation to consecutive equal parts along a way, and concatenating or adding the results, gives
-the results of the whole.
+A dimension that no rule names is *mixed*: each entry of a result depends on all entries along it, as in a sort, a
+cumulative sum or a Fourier transform, or on entries at positions that are data.
+
+Invariant: applying the equation to consecutive equal parts along an axis, and concatenating or adding the results,
+gives the results of the whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +28,8 @@ Rule = Callable[[Any], Iterator["BatchingRule"]]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """An axis in equal parts. **Fields:** `rows` that sizes are multiples of; the `count` of parts. Where that does not
-    divide the rows, the last part ends behind them.
+    """An axis in equal parts. **Fields:** `rows` sizes along the axis are multiples of this number; `count` the number
+    of parts. If it does not divide the rows, the last part extends beyond them.
     """
 
     rows: int
@@ -39,12 +41,12 @@ class Parts:
         return -(-self.rows // self.count)
 
     def of(self, size: int) -> int:
-        """Return the size that a dimension has in a part."""
+        """Return a dimension's size in a part."""
         return size * self.size // self.rows
 
     @property
     def beyond(self) -> int:
-        """How many rows the last part has behind them."""
+        """The number of rows that the last part has beyond the end."""
         return self.count * self.size - self.rows
 
 
@@ -52,11 +54,11 @@ class Parts:
 class BatchingRule:
     """One independent axis of an equation.
 
-    **Fields:** `operands` and `results`: the axis's dimension in each, None where there is none; `copied`: whether the
-    equation stays where it is, and parts are made again by whoever reads them; `summed`: whether the
-    results are sums over the axis; `linear`: whether they are linear in such sums; `sizes`: the parameters that hold
-    the axis's size, each with the entry's index, None for a plain number; `groups`: any number of parts must divide
-    it, 0 if it is not restricted beyond the sizes of the dimensions.
+    **Fields:** `operands` and `results`: the axis's dimension in each, None if it has none; `copied`: whether the
+    equation stays in its place, and each reader recomputes its parts; `summed`: whether the results are sums over the
+    axis; `linear`: whether they are linear in such sums; `sizes`: the parameters that hold the axis's size, each with
+    the index of the entry, None for a plain number; `groups`: any number of parts must divide it, 0 if only the
+    dimensions' sizes restrict it.
     """
 
     operands: tuple[int | None, ...]
@@ -75,7 +77,7 @@ class BatchingRule:
     def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
         """Return the equation's parameters for one of these parts of the axis.
 
-        **Arguments:** `widens`: whether a sum gets the type in which parts are added up.
+        **Arguments:** `widens`: whether a sum gets the type in which sums of parts accumulate.
         """
         params: dict[str, Any] = {
             name: None if name in PLACES and not is_placing(eqn) else value
@@ -104,17 +106,17 @@ LINEAR = {
     **dict.fromkeys(("dynamic_update_slice", "pad"), slice(2)),
     "select_n": slice(1, None),
 }
-"""Equations that are linear in some of their operands, all of which have to be sums: which these are. The others are
-linear in each of two.
+"""Equations that are linear in some operands together, which must then all be sums: the indices of these. Other
+equations in the table are linear in each of two operands.
 """
 
 OF_SUM = BatchingRule((None,), (None,), linear=True)
 OF_SUMS = BatchingRule((None, None), (None,), linear=True)
-"""Equations that are linear in one sum over an axis, or in two."""
+"""The rules of equations that are linear in one sum over an axis, or in two."""
 
 
 def rules(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield the independent axes of an equation; none for loops, which need to know what surrounds them."""
+    """Yield the independent axes of an equation; none for loops, which depend on the equations around them."""
     placed = is_placed(eqn) and not is_placing(eqn)
     if placed or not eqn.outvars or not is_repeatable(eqn):
         return
@@ -123,7 +125,9 @@ def rules(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 JOINS = {"reduce_or": lax.or_p, "reduce_and": lax.and_p}
-"""Reductions whose parts are joined, in any order and however often, to the same bits, and what joins two."""
+"""Reductions whose parts can be joined in any order and any number of times with the same bits, and the operation that
+joins two.
+"""
 
 
 def joined(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
@@ -139,7 +143,7 @@ def agree(placed: Iterable[tuple[Atom, int | None]]) -> bool:
 
 
 def is_scattered(eqn: jex.JaxprEqn) -> bool:
-    """Return whether the equation adds to an array in its place."""
+    """Return whether the equation adds to an array in place."""
     return eqn.primitive.name == "scatter-add"
 
 
@@ -149,9 +153,7 @@ def terms(eqn: jex.JaxprEqn, rule: BatchingRule) -> list[int]:
 
 
 def sum_type(dtype: DType) -> Any:
-    """Return the type in which parts of a sum are added up: short floating-point numbers would lose what each part
-    adds.
-    """
+    """Return the type in which sums of parts accumulate: narrow floating-point types would lose small contributions."""
     short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if short else dtype
 
@@ -178,7 +180,9 @@ def _named(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _pointwise(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield an operand with one entry along the axis is read whole; choices repeat none."""
+    """Yield the axes of pointwise work. An operand with one entry along the axis is read whole; the operands of choices
+    are not repeated.
+    """
     if eqn.primitive.name == "select_n" and len({*map(_shape, eqn.invars)} - {()}) > 1:
         return
     for d, size in enumerate(_shape(eqn.outvars[0])):
@@ -187,12 +191,12 @@ def _pointwise(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _leading(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Results have more trailing dimensions than the operand, or fewer."""
+    """Yield the leading dimensions, where results have more or fewer trailing dimensions than the operand."""
     yield from _alike(eqn, range(min(len(_shape(v)) for v in (*eqn.invars, *eqn.outvars))))
 
 
 def _batched(core: int) -> Rule:
-    """Return all dimensions of the first operand but the last `core` are independent problems."""
+    """Yield all dimensions of the first operand but the last `core`: independent problems."""
 
     def rule(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         yield from _alike(eqn, range(len(_shape(eqn.invars[0])) - core))
@@ -205,8 +209,8 @@ def _fourier(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _keys(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield each key draws by itself. Other generators than Threefry may draw for all keys of a batch from the
-    first.
+    """Yield the dimensions of keys, each of which draws by itself. Generators other than Threefry may draw for a whole
+    batch from the first key.
     """
     if "fry" in str(shaped(eqn.invars[0]).dtype):
         yield from _leading(eqn)
@@ -228,8 +232,8 @@ def _broadcast(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _reshape(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield an axis is the outermost of those that a dimension is merged of, or split in, once `dimensions` permute
-    them.
+    """Yield the axes of a reshape: the outermost of those that a dimension merges or is split into, once `dimensions`
+    permute them.
     """
     if len(eqn.invars) > 1:
         return
@@ -274,7 +278,7 @@ def _tile(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _reduction(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Initial values, of which a general reduction has one for each operand, are scalars."""
+    """Yield the axes of a reduction. The initial values of a general reduction, one for each operand, are scalars."""
     axes = set(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
     kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
     for j, i in enumerate(kept):
@@ -285,7 +289,7 @@ def _reduction(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _but(name: str) -> Rule:
-    """Return all dimensions but that, or those, that a parameter names."""
+    """Yield all dimensions except those that a parameter names."""
 
     def rule(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         rank, named = len(_shape(eqn.invars[0])), eqn.params[name]
@@ -306,7 +310,7 @@ def _slice(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _window(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield a window at a position that is data, along the dimensions that it spans."""
+    """Yield the dimensions that a window at a position given by data spans whole."""
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "slice_sizes")
 
@@ -331,10 +335,8 @@ def _product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _ragged_product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield the ragged dimension and that of the groups are mixed: sizes of groups are data.
-
-    Sizes may have dimensions of their own before that of the groups: the product's batch, and the dimensions of the
-    ragged one's kind that stand before it.
+    """Yield the axes of a ragged product. The ragged dimension and the groups are mixed, because group sizes are data.
+    The sizes may have dimensions before that of the groups: the product's batch, and those like the ragged operand's.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (ragged,), grouped = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
@@ -364,8 +366,8 @@ def _ragged_product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _convolution(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield the batch; the contracted features, as the batch is in a kernel's gradient; groups of features, and of
-    the batch; features of the result; positions that a window of one entry reads.
+    """Yield the batch; the contracted features, which are the batch in a kernel's gradient; groups of features and of
+    the batch; features of the result; positions, where a window has one entry.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -392,7 +394,7 @@ def _convolution(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Dimensions in which each entry has a window of its own."""
+    """Yield the dimensions in which each entry has a window of its own."""
     params, rank = eqn.params, len(_shape(eqn.outvars[0]))
     ones = (params.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
     sizes = zip(params["window_dimensions"], params["window_strides"], *ones, strict=True)
@@ -403,7 +405,7 @@ def _windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _gather(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Batch dimensions of the operand, dimensions that are read whole, and rows of the indices."""
+    """Yield batch dimensions of the operand, dimensions that are read whole, and rows of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices, result = (_shape(a) for a in (*eqn.invars, *eqn.outvars))
     batch = [d for d in range(len(result)) if d not in numbers.offset_dims]
@@ -418,9 +420,7 @@ def _gather(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _scatter(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Yield the same of what is scattered; parts of the indices add up where the scattered is added to the
-    operand.
-    """
+    """Yield the same for the scattered operand. Parts of the indices add up where the scatter adds to the operand."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = (_shape(a) for a in eqn.invars)
     batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
@@ -491,6 +491,6 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _batched(1)),
 }  # fmt: skip
-"""By the primitive's name. Calls are replaced by their bodies before, and scans' bodies have a module of their own; of
-all other primitives nothing is known to be independent, and `tests/program/opaque_primitives.py` says why.
+"""The rules by primitive name. Calls are replaced by their bodies before, and scans have a module of their own. No axis
+of any other primitive is known to be independent; `tests/program/opaque_primitives.py` says why.
 """

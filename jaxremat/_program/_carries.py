@@ -1,24 +1,21 @@
-"""Carries of a loop -> what they are, whatever they are called, in whichever order, and in however many loops.
+"""Carries of a loop -> their values, independent of their names, their order and the number of loops.
 
-The holes that stood for carries in a body are filled, in this order:
+The holes that stand for carries in a body are filled in this order:
 
-- a carry that every iteration leaves as it was is what it began as; one that grows by a number is an index;
-- a loop that does nothing but run a loop that goes on where the last one ended is one loop of all their iterations:
+- a carry that no iteration changes is its initial value; one that grows by a constant is an index;
+- a loop that only runs an inner loop, which continues where its last run ended, is one loop over all their iterations:
   `c -> scan(f, c, X[q])` over `q` is `f` over the rows `M * q + r`;
-- an array of which each iteration writes its own row is a stack of the rows;
-- carries that begin alike and, taken to be alike, are left alike, are one;
-- the others are *recurrences*, in sets of those that need one another.
+- an array of which each iteration writes its own row is a stack of those rows;
+- carries with equal initial values that stay equal, assuming that they are, are one;
+- the remaining carries are *recurrences*, in sets of carries that depend on one another.
 
-Law: what a carry is said to be, it is as each iteration begins.
+Recurrences with equal values get one number. One that starts with the value that another had at the start of its
+iteration `e`, and is the same function of the iterations `e`, `e + 1`, ..., is the other. So is one with the other's
+initial value whose next value equals the other's, assuming that the carries are equal.
 
-Carries of a loop that need one another -> recurrences, of which equal ones are one.
-
-One that begins with a value that another had when it began its iteration `e`, and is the same function of the
-iterations `e`, `e + 1`, ..., is the other. So is one that begins like another, and that is followed by what follows the
-other if it is taken for that.
-
-Law: two recurrences get one number only if each carry of one begins as that of the other, and is followed by the same
-function of carries: then they are equal in all iterations, by induction.
+Invariant: a carry's value is that at the start of each iteration. Two recurrences get one number only if their carries
+have equal initial values and equal next values as functions of the carries: then they are equal in all iterations, by
+induction.
 """
 
 from collections.abc import Sequence
@@ -41,17 +38,17 @@ from ._value_numbers import (
 )
 
 Found = tuple[Recurrence, Any, tuple[int, ...], Affine]
-"""A recurrence, its shape, the operands of its node, and the iteration of it that is the first."""
+"""A recurrence, its shape, its node's operands, and the iteration at which it starts."""
 
 
 def ended(values: Values, root: Recurrence, like: Node) -> tuple[Any, ...]:
-    """Return the operation, key, operands and type of the node of another recurrence, where such a node is."""
+    """Return the operation, key, operands and type of another recurrence's node, if it has one."""
     shape, operands = canonical(values, root)
     return "Recurrence", (root.symbol, shape, like.key[2]), operands, values.type(root.root)
 
 
 def valued(values: Values, found: Found, index: Affine) -> int:
-    """Return what a carry is as an iteration begins."""
+    """Return a carry's value at the start of an iteration."""
     recurrence, shape, operands, first = found
     values.remember(((recurrence.symbol, shape), operands), recurrence)
     index = plus(index, first)
@@ -62,12 +59,12 @@ def valued(values: Values, found: Found, index: Affine) -> int:
 
 
 def again(values: Values, recurrence: Recurrence, index: Affine) -> int:
-    """Return the carry of a recurrence of which parts have changed."""
+    """Return the carry of a recurrence after parts of it have changed."""
     return valued(values, recurrences(values, recurrence)[recurrence.root], index)
 
 
 def recurrences(values: Values, own: Recurrence) -> dict[int, Found]:
-    """Return each carry of a set by its hole: that of another recurrence which this one goes on with, or its own."""
+    """Return each carry of a set by its hole: the carry of another recurrence that it equals, or a new one."""
     own = own._replace(root=own.holes[0])
     if own not in values.sets:
         found = _recurrences(values, own)
@@ -87,13 +84,11 @@ def _recurrences(values: Values, own: Recurrence) -> dict[int, Found]:
 
 
 MOST_JOINED = 8
-"""So many ways are tried in which a set of carries may be others."""
+"""The number of ways tried to match a set of carries with others."""
 
 
 def _joined(values: Values, own: Recurrence) -> dict[int, Found] | None:
-    """Return carries that are those of other recurrences: they begin alike, and taken for those, are followed
-    alike.
-    """
+    """Return carries as those of other recurrences with equal initial and, assuming equality, equal next values."""
     known = [values.alike.get((own.symbol, own.step, b), ()) for b in own.begin]
     index = alone(own.symbol)
     for keys in islice(product(*known), MOST_JOINED):
@@ -115,7 +110,7 @@ def _joined(values: Values, own: Recurrence) -> dict[int, Found] | None:
 
 
 def _followed(values: Values, found: Found) -> int:
-    """Return what follows a carry, made of the carries as they are."""
+    """Return a carry's next value as a function of the carries."""
     own = found[0]
     rooted = [own._replace(root=h) for h in own.holes]
     every = {
@@ -125,7 +120,7 @@ def _followed(values: Values, found: Found) -> int:
 
 
 def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
-    """Return carries that are those of other recurrences from a later iteration on."""
+    """Return carries as those of other recurrences from a later iteration on."""
     known = [_begun_as(values, b, own.step) for b in own.begin]
     if not all(known):
         return None
@@ -155,7 +150,7 @@ def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
 
 
 def _begun_as(values: Values, begin: int, step: int) -> list[tuple[Any, tuple[int, ...], Affine]]:
-    """Return which recurrences a value is of, and in which of their iterations, by what is known of it."""
+    """Return the recurrences, with their iterations, that are known to take a value."""
     node = values.nodes[begin]
     if node.op == "Recurrence":
         return [(node.key[:2], node.operands, node.key[2])]
@@ -170,7 +165,7 @@ def _begun_as(values: Values, begin: int, step: int) -> list[tuple[Any, tuple[in
 
 
 def _at(values: Values, found: Found, index: Affine) -> int | None:
-    """Return what a carry is behind an iteration; None where that cannot be said there."""
+    """Return a carry's value after an iteration, None if it cannot be expressed there."""
     try:
         return values.at(_followed(values, found), found[0].symbol, index)
     except CaptureError:
@@ -178,9 +173,7 @@ def _at(values: Values, found: Found, index: Affine) -> int | None:
 
 
 def once_more(values: Values, begin: int, after: int, step: int) -> int:
-    """Return what a loop of one iteration makes of a carry: where it goes on with another recurrence, the next of that
-    one's values.
-    """
+    """Return a carry after a loop of one iteration; if it continues another recurrence, that one's next value."""
     values.after_one.setdefault(after, []).append(begin)
     for key, operands, index in _begun_as(values, begin, step):
         other = values.recurrences[key, operands]
@@ -193,7 +186,7 @@ def once_more(values: Values, begin: int, after: int, step: int) -> int:
 
 
 def canonical(values: Values, own: Recurrence) -> tuple[Any, tuple[int, ...]]:
-    """Return what is the same of two recurrences exactly if they are: a shape, and the operands in it."""
+    """Return a shape and the operands in it, which are equal exactly for equal recurrences."""
     free, nodes = values.free, values.nodes
     mask = deeper_bits(own.symbol)  # what stacks within bind is no operand
     for h in own.holes:
@@ -234,10 +227,10 @@ def canonical(values: Values, own: Recurrence) -> tuple[Any, tuple[int, ...]]:
 
 
 class Carries:
-    """Those of one loop whose iterations are being numbered.
+    """The carries of a loop whose iterations are being numbered.
 
-    **Arguments:** `symbol` of its rows; `length`, None where unknown; `backward` whether it begins with the last row;
-    `holes` of its carries, what they `begin` as and what follows them, `next`; `results` other values of its body.
+    **Arguments:** `symbol` of its rows; `length`, None if unknown; `backward` whether it starts with the last row;
+    `holes` of its carries, their initial values `begin` and their `next` values; `results` other values of its body.
     """
 
     def __init__(
@@ -272,7 +265,7 @@ class Carries:
         self.known: dict[int, int] = {}
 
     def resolve(self) -> None:
-        """Fill all holes; then `results` and `last` are without them."""
+        """Fill all holes; `results` and `last` then contain none."""
         while found := self._simple():
             self._fill(found)
         self._prefetched()
@@ -286,7 +279,7 @@ class Carries:
             self._fill({h: self._value(found[h], index) for h in some})
 
     def last(self, hole: int) -> int:
-        """Return what a carry is behind a loop of known length."""
+        """Return a carry's final value, for a loop of known length."""
         assert self.length is not None
         values = self.values
         if hole in self.open_ended:
@@ -321,7 +314,7 @@ class Carries:
         self.known = dict(zip(known, made[count + len(self.results) :], strict=True))
 
     def _simple(self) -> dict[int, int]:
-        """Return carries that stay what they are, and indices."""
+        """Return the carries that do not change, and the indices."""
         found = {}
         for h in self._open:
             begin, after = self.begin[h], self.next[h]
@@ -334,7 +327,7 @@ class Carries:
         return found
 
     def _increment(self, hole: int, after: int) -> int | None:
-        """Return by which number a carry grows."""
+        """Return the constant by which a carry grows."""
         node = self.values.nodes[after]
         if node.op not in ("add", "sub") or hole not in node.operands or node.operands[0] == node.operands[1]:
             return None
@@ -345,15 +338,17 @@ class Carries:
         return number[1] if node.op == "add" else -number[1]
 
     def _prefetched(self) -> None:
-        """Carries that an iteration reads for the next one: rows, and indices that the last one keeps in range."""
+        """Return the carries that an iteration reads for the next one: rows, and indices that the last iteration keeps
+        in range.
+        """
         while found := next(filter(None, map(self._foreseen, self._open)), None):
             (hole,) = found
             self.open_ended.add(hole)
             self._fill(found)
 
     def _foreseen(self, hole: int) -> dict[int, int]:
-        """Return a carry that is what each iteration but the last leaves for the next one, and begins so: an index,
-        or something without this carry.
+        """Return a carry whose value each iteration but the last computes for the next one, and which starts with it:
+        an index, or a value that does not depend on this carry.
         """
         values, symbol, begin = self.values, self.symbol, self.begin[hole]
         if self.length is None or self.length < 2 or values.free[begin] & symbol_bit(symbol):
@@ -377,7 +372,7 @@ class Carries:
         return {hole: made} if begins and guess in (None, made) else {}
 
     def _nested(self) -> dict[int, int] | None:
-        """Return carries that are those of a loop within, which begins as its last run ended."""
+        """Return the carries that an inner loop continues where its last run ended."""
         for h in self._open:
             node = self.values.nodes[self.next[h]]
             if node.op == "Recurrence" and (found := self._as_one(node)) is not None:
@@ -434,7 +429,7 @@ class Carries:
         return inner._replace(root=inner.holes[inner.begin.index(begin)])
 
     def _arrays(self) -> None:
-        """Arrays of which each iteration writes a row, and reads no other."""
+        """Return the arrays of which each iteration writes one row and reads no other."""
         values = self.values
         for h in self._open:
             node = values.nodes[self.next[h]]
@@ -456,7 +451,7 @@ class Carries:
             del self.next[h]
 
     def _alike(self) -> None:
-        """Carries that are equal are one."""
+        """Return carries that are equal as one."""
         groups: dict[Any, list[int]] = {}
         for h in self._open:
             groups.setdefault((self.begin[h], self.values.type(h)), []).append(h)
@@ -478,7 +473,7 @@ class Carries:
             classes = [group for group in split if len(group) > 1]
 
     def _sets(self) -> list[list[int]]:
-        """Return the holes in sets of those that need one another, in the order in which they can be filled."""
+        """Return the holes in sets of carries that depend on one another, in the order in which they can be filled."""
         free = self.values.free
         holes = self._open
         needs = {h: free[self.next[h]] for h in holes}

@@ -1,6 +1,6 @@
-"""Values of a loop over chunks of rows -> what they are of all rows, and what is known of those that loop is given.
+"""Values of a loop over chunks of rows -> their kinds, and the facts about the loop's operands. See `_chunk_loops`.
 
-See `_chunk_loops`. Law: a stack is said to be of rows only where it is chunk after chunk of them.
+Invariant: a stack counts as rows only if it consists of their chunks in order.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,13 +21,12 @@ from ._value_numbers import Affine, Values
 
 
 class OtherLoopError(Exception):
-    """This is no loop over chunks, for all that is known."""
+    """The loop is not known to be a loop over chunks."""
 
 
 class Wanted(Exception):  # noqa: N818 (it asks)
-    """An operand of a body has to have rows, or to be a sum where no dimension of these is named.
-
-    **Arguments:** `ratio` of all rows to those of a chunk, None for as many as all chunks have.
+    """A requirement on a body's operand: to have rows in a dimension, or to be a sum if none is given. **Arguments:**
+    `ratio` the number of all rows for each row of a chunk, None if all chunks together have them.
     """
 
     def __init__(self, place: int, dimension: int | None, ratio: Fraction | None = None):
@@ -36,7 +35,7 @@ class Wanted(Exception):  # noqa: N818 (it asks)
 
 
 Number = Callable[[Any, list[int]], Sequence[int]]
-"""An equation, the numbers of its operands -> those of its results."""
+"""An equation and its operands' numbers -> its results' numbers."""
 
 
 class Whole(NamedTuple):
@@ -90,8 +89,8 @@ Kind = Whole | Rows | Slab | Sum | Joined | Index | Carry | Written | Added
 
 
 class Inside(NamedTuple):
-    """A mask of indices along a dimension, which count from a place on: those that are no less than a number, and below
-    another, where there are these.
+    """A mask of indices that count along a dimension from a start: those not below one number and below another, where
+    given.
     """
 
     dimension: int
@@ -102,12 +101,13 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
-    `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_all` whether all
-    its entries are a number; `symbol` of the loop; `of_all` the number of an equation's results outside of the loop;
-    `counted` where indices, one behind the other, begin; `inside` what a mask is; `known` whether the program that the
-    loop is compared with has an equation of these operands; `sizes` that there are of an equation's result along an
-    axis, and how much a pad pads before.
+    """The known facts about numbers in the loop.
+
+    **Fields:** `number` of an equation's results; `literal` of a literal; `place` that a number is, None for others;
+    `is_index` whether a number depends on indices alone; `is_all` whether all entries equal a number; `symbol` of the
+    loop; `of_all` the number of an equation's results outside of the loop; `counted` the start of indices that count;
+    `inside` the limits of a mask; `known` whether the program under comparison has an equation with these operands;
+    `sizes` the sizes known for an equation's result along an axis, and a pad's padding in front.
     """
 
     number: Number
@@ -125,7 +125,7 @@ class Places:
 
 @dataclass(frozen=True)
 class AllRows:
-    """What a stack of chunks is of. **Fields:** the `number` of a value of so many `rows` in a `dimension`."""
+    """The value that a stack of chunks holds. **Fields:** its `number`, its number of `rows`, and their `dimension`."""
 
     number: int
     dimension: int
@@ -133,7 +133,7 @@ class AllRows:
 
 
 def stacked(x: jax.Array, dimension: int, count: int, size: int) -> jax.Array:
-    """Return a stack of so many chunks, the last with rows of its own again where there are none left."""
+    """Return a stack of this many chunks; if no rows are left for the last, it repeats rows."""
     shape = x.shape
     if beyond := count * size - shape[dimension]:
         x = lax.concatenate([x, lax.slice_in_dim(x, -beyond, None, axis=dimension)], dimension)
@@ -142,9 +142,9 @@ def stacked(x: jax.Array, dimension: int, count: int, size: int) -> jax.Array:
 
 
 def all_rows(values: Values, stack: int, count: int) -> AllRows | None:
-    """Return what a stack of so many chunks is of; None where a chunk has no dimension for rows.
+    """Return the value of which a stack of this many chunks holds the rows, None if a chunk has no dimension for rows.
 
-    Any stack is one of the rows that its chunks make one behind the other, or of those that others of them follow.
+    Any stack holds the rows of its chunks one behind the other, or those of a stack from which its chunks follow.
     """
     node, d = values.nodes[stack], 0
     if node.op == "transpose" and node.key[0]:
@@ -168,7 +168,7 @@ def all_rows(values: Values, stack: int, count: int) -> AllRows | None:
 
 
 def place_of(kind: Kind) -> tuple[Any, ...]:
-    """Return what kinds have to have in common to be alike."""
+    """Return the properties in which alike kinds must agree."""
     if isinstance(kind, Slab):
         return type(kind), kind.dimension, kind.step, kind.before, kind.adds, kind.atom.aval.shape
     return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, Rows) else ())
@@ -180,14 +180,14 @@ def is_rule(
     results: Sequence[int | None],
     sizes: Sequence[tuple[str, int | None]],
 ) -> bool:
-    """Return whether a rule says where the rows of operands and results are, and which sizes they divide."""
+    """Return whether a rule fits the rows' dimensions of operands and results, and the sizes that rows divide."""
     same = rule.operands == operands and rule.results == tuple(results) and set(rule.sizes) == set(sizes)
     return same and (rule.summed or None not in rule.results)
 
 
 def parts_place(kind: Rows, shape: Sequence[int], result: Sequence[int]) -> tuple[int, int] | None:
-    """Return where rows of several parts are once they have another shape, in which an axis of these and the rows of
-    one become one axis, or the other way round, and how many parts there are then.
+    """Return the dimension of rows, and the number of parts, after a reshape that merges the axis of parts with that of
+    rows or splits it.
     """
     d = kind.dimension
     if kind.parts == 1 and d and result == (*shape[: d - 1], shape[d - 1] * shape[d], *shape[d + 1 :]):
@@ -198,8 +198,8 @@ def parts_place(kind: Rows, shape: Sequence[int], result: Sequence[int]) -> tupl
 
 
 def linear_in(eqn: jex.JaxprEqn, sums: Sequence[bool]) -> range | None:
-    """Return the operands in which an equation of these sums is linear, all of which have to be sums; none where it is
-    linear in that which is one. None where it is not linear, as where a place, or what selects, is a sum.
+    """Return the operands in which an equation of these sums is linear and which must all be sums; none for one that is
+    linear in each; None if it is not linear, as when an index or a selecting operand is a sum.
     """
     name, types = eqn.primitive.name, [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
     if name in BILINEAR:
@@ -218,14 +218,14 @@ def _are(kind: Any, types: Sequence[DType]) -> bool:
 
 
 def variable(aval: AbstractValue) -> jex.Var:
-    """Return a variable of a type; over which devices its values vary is not looked at."""
+    """Return a new variable of a type, without regard to the devices over which its values vary."""
     return _compat.new_var(_compat.unvaried(aval))
 
 
 def neutral(name: str, dtype: DType) -> int:
-    """Return what such a reduction joins with anything to just that."""
+    """Return the neutral element of such a reduction."""
     return 0 if name == "reduce_or" else 1 if dtype == np.bool_ else -1
 
 
 SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
-"""Parameters with the size of each dimension."""
+"""Parameters that hold the size of each dimension."""

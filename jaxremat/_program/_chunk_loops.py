@@ -1,22 +1,22 @@
-"""Loop over chunks of rows -> the equations that do all rows at once: what a loop over chunks computes.
+"""Loop over chunks of rows -> equations that compute all rows at once.
 
-The body of such a loop reads chunk `i` of an array, rows `i * size` to `(i + 1) * size` along one of its axes, and a
-carry is written chunk by chunk, or added to. Or it is scanned over a stack of the chunks, and stacks what it makes of
-them. Each value of the body is of one of these kinds, told from its operands:
+The body of such a loop reads chunk `i` of an array, rows `i * size` to `(i + 1) * size` along one axis, and writes a
+carry chunk by chunk or adds to it. Or the loop scans over a stack of chunks and stacks its results. Each value of the
+body has one of these kinds, which follows from the kinds of its operands:
 
 - *whole*: the same in all chunks;
-- *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other; a *slab*
-  where it reaches beyond these (see `_chunk_slabs`);
-- *sum*: what the chunks make of it adds up to a value of all rows, or is *joined* to one;
-- *index*: a number made of `i` alone;
-- *carry*: one as it is so far, *written* with a chunk, or *added* to.
+- *rows*: chunk `i` of a value with all rows, or chunk `i` of each of several equal parts of it, one behind the other; a
+  *slab* if it extends beyond them (see `_chunk_slabs`);
+- *sum*: the chunks' contributions add up to, or are *joined* to, a value of all rows;
+- *index*: a number that depends on `i` alone;
+- *carry*: a carry so far, *written* with a chunk or *added* to.
 
-For an equation of the body there is one of all rows of which it is a chunk, by the rules of `_axes`. A carry that is
-written is the value of all rows, one that is added to the sum, and one that is whole is that. Nothing here knows how
-such loops are made.
+For each equation of the body, the rules of `_axes` give the equation of all rows of which it is a chunk. A carry that
+is written becomes the value of all rows, one that is added to becomes the sum, and one that is whole becomes that
+value. This module knows nothing of how such loops are written.
 
-Law: the equations give what the loop gives, up to the order in which sums are added, and the type in which short
-floating-point numbers are. What may be another is no such loop.
+Invariant: the equations give the loop's results, up to the order in which sums are added and the type of narrow
+floating-point sums. A loop that might compute anything else is rejected.
 """
 
 from collections.abc import Sequence
@@ -65,11 +65,11 @@ from ._splice import inlined, needed, typed
 def of_all_rows(
     eqn: jex.JaxprEqn, operands: Sequence[int], scanned: Sequence[int | AllRows], places: Places
 ) -> Any | None:
-    """Return what computes of a loop's constants and carries, and of what its stacks are of, what the loop leaves; None
-    where that is not known.
+    """Return a program that computes a loop's results from its constants, its carries and the values whose rows it
+    scans, None if there is no such program.
 
-    **Arguments:** `operands` the numbers of its constants and carries; `scanned` of what it is scanned over, those of
-    an index, or what a stack is of.
+    **Arguments:** `operands` the numbers of constants and carries; `scanned` the numbers of scanned values: of an
+    index, or of the value of which a stack holds the chunks.
     """
     consts, carries = _compat.scan_counts(eqn)
     closed = eqn.params["jaxpr"]
@@ -95,7 +95,9 @@ def of_all_rows(
 
 
 class _Chunks:
-    """All rows of a body, equation by equation. **Arguments:** `given` the operands of an inner body."""
+    """The equations of all rows for a body, built equation by equation. **Arguments:** `given` the operands of an inner
+    body.
+    """
 
     def __init__(self, count: int, places: Places, given: Sequence[Kind] = ()):
         self.count, self.places = count, places
@@ -116,7 +118,7 @@ class _Chunks:
         return _compat.new_jaxpr(variables, consts, operands, results, eqns)
 
     def left(self, place: int, kind: Kind) -> Any:
-        """Return what the loop leaves of a carry."""
+        """Return the final value of a carry."""
         if isinstance(kind, Carry) and kind.place == place:
             return self.begin[place]
         if isinstance(kind, (Written, Added)) and kind.place == place:
@@ -126,7 +128,7 @@ class _Chunks:
         raise OtherLoopError
 
     def stacked_rows(self, scanned: AllRows, chunk: Atom) -> Kind:
-        """Return the rows that a loop is scanned over. **Arguments:** `chunk` the body's variable for those of one."""
+        """Return the rows that a loop scans. **Arguments:** `chunk` the body's variable for one chunk."""
         shape, d = list(shaped(chunk).shape), scanned.dimension
         size, shape[d] = shape[d], scanned.rows
         v = variable(chunk.aval.update(shape=tuple(shape)))
@@ -134,7 +136,7 @@ class _Chunks:
         return self.slabs.kind(Slab(v, d, size, 0), size)
 
     def stack(self, kind: Kind, shape: Sequence[int], source_info: SourceInfo) -> Any:
-        """Return the chunks of all rows in a stack of this shape."""
+        """Return the chunks of all rows as a stack of this shape."""
         if isinstance(kind, Whole):
             closed = jax.make_jaxpr(lambda x: lax.broadcast(x, shape[:1]))(typed(kind.atom))
         elif isinstance(kind, (Rows, Slab)):
@@ -148,7 +150,7 @@ class _Chunks:
         return made
 
     def body(self, closed: AnyJaxpr, given: Sequence[Kind]) -> list[Kind]:
-        """Return what the results of a body are."""
+        """Return the kinds of a body's results."""
         jaxpr, consts = _compat.opened(closed)
         env: dict[Any, Kind] = dict(zip(jaxpr.invars, given, strict=True))
         for v, const in zip(jaxpr.constvars, consts, strict=True):
@@ -197,7 +199,7 @@ class _Chunks:
         raise OtherLoopError
 
     def made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[jex.Var]:
-        """Append an equation of these operands, and return its results."""
+        """Append an equation with these operands, and return its results."""
         outvars = [variable(v.aval) for v in changed.pop("like", eqn.outvars)]
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, **changed))
@@ -263,7 +265,7 @@ class _Chunks:
         return Written(array.place, self.slabs.written(rows, size[axis], eqn.source_info))
 
     def _added(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
-        """Return a carry, to which chunks have added, with a sum."""
+        """Return a carry to which chunks have added, plus a sum."""
         so_far, *others = kinds
         if any(isinstance(kind, (Index, Carry, Added, Written)) for kind in others[1:]):
             raise OtherLoopError
@@ -294,7 +296,7 @@ class _Chunks:
         return Added(so_far.place, self._plus(before, others[0].atom, eqn))
 
     def _plus(self, before: Atom, own: Atom, like: jex.JaxprEqn) -> jex.Var:
-        """Return the sum of two, in the order in which the program that the loop is compared with adds them."""
+        """Return the sum of two values, in the order in which the program under comparison adds them."""
         closed = jax.make_jaxpr(lax.add)(typed(before), typed(own))
         ways = [inlined(closed, each, like.source_info) for each in ([before, own], [own, before])]
         eqns, (made,) = next((way for way in ways if self.slabs.is_known(way[0][0])), ways[0])
@@ -302,16 +304,14 @@ class _Chunks:
         return made
 
     def _once_over(self, eqn: jex.JaxprEqn, so_far: Kind, found: list[Kind]) -> list[Kind]:
-        """Return what an equation makes: a sum over what is scattered has what each chunk adds that to in it, and that
-        is nothing.
-        """
+        """Return a scatter's sum without the zeros to which each chunk adds."""
         adds = is_scattered(eqn) and any(isinstance(kind, Sum) for kind in found)
         if adds and not (isinstance(so_far, Whole) and self._is_zero(so_far)):
             raise OtherLoopError
         return found
 
     def _joined(self, eqn: jex.JaxprEqn, rows: Rows | Slab) -> Kind:
-        """Return what a reduction joins of all rows."""
+        """Return the reduction over all rows."""
         size, name = shaped(eqn.invars[0]).shape[rows.dimension], eqn.primitive.name
         fill = neutral(name, shaped(eqn.invars[0]).dtype)
         if isinstance(rows, Slab) and not self.slabs.is_own(rows, size, fill):
@@ -319,7 +319,7 @@ class _Chunks:
         return Joined(self.made(eqn, [rows])[0], name)
 
     def _joined_to(self, eqn: jex.JaxprEqn, so_far: Carry, joined: Joined) -> Kind:
-        """Return a carry that began with nothing, and to which chunks were joined."""
+        """Return a carry that started neutral and to which chunks were joined."""
         begin = self.begin[so_far.place]
         none = neutral(joined.by, shaped(begin).dtype)
         begins = begin in self.known and self.places.is_all(self.known[begin], none)
@@ -330,7 +330,7 @@ class _Chunks:
     # Rows, and sums over them.
 
     def _rows(self, kind: Kind, dimension: int) -> Rows | None:
-        """Return a value as rows: one that is the same in all chunks too, where all of its rows are alike."""
+        """Return a value as rows; also one that is the same in all chunks, if all its rows are equal."""
         if isinstance(kind, Rows):
             return kind if kind.dimension == dimension else None
         if not isinstance(kind, Whole) or _compat.is_literal(kind.atom):
@@ -356,9 +356,9 @@ class _Chunks:
     def _of_rows(
         self, eqn: jex.JaxprEqn, kinds: list[Kind], wanted: tuple[int, int] | None = None
     ) -> list[Kind]:
-        """Return what an equation of rows makes: the equation of all rows is one of which this is a chunk.
+        """Return the results of an equation on rows: those of the equation of all rows of which it is a chunk.
 
-        **Arguments:** `wanted` a result that has to have its rows in a dimension.
+        **Arguments:** `wanted` a result that must have its rows in a dimension.
         """
         missing: Wanted | None = None
         found: list[tuple[list[Kind], Any]] = []
@@ -390,9 +390,7 @@ class _Chunks:
         return min(found, key=lambda each: shaped(each[1].outvars[0]).shape.count(1))[0]
 
     def _of_parts(self, eqn: jex.JaxprEqn, kind: Kind) -> Rows | None:
-        """Return rows of several parts, where an axis of these and the rows of one become one axis, or the other way
-        round.
-        """
+        """Return rows of several parts after a reshape that merges or splits the axes of parts and of rows."""
         assert isinstance(kind, Rows)
         result = tuple(shaped(eqn.outvars[0]).shape)
         if (place := parts_place(kind, shaped(eqn.invars[0]).shape, result)) is None:
@@ -404,7 +402,7 @@ class _Chunks:
         return Rows(made, found, parts) if parts > 1 or found > kind.dimension else None
 
     def _operands(self, kinds: Sequence[Kind], dimensions: Sequence[int | None]) -> list[Kind] | None:
-        """Return operands with their rows in these dimensions; None where some have them elsewhere."""
+        """Return the operands with their rows in these dimensions, None if the rows of one are elsewhere."""
         for kind, d in zip(kinds, dimensions, strict=True):
             if isinstance(kind, Rows) and kind.dimension != d:
                 return None
@@ -423,7 +421,7 @@ class _Chunks:
         results: Sequence[int | None],
         sizes: Sequence[tuple[str, int | None]],
     ) -> list[Kind] | None:
-        """Return what the equation of all rows makes, if this one is a chunk of it."""
+        """Return the results of the equation of all rows, if this one is a chunk of it."""
         like = []
         for v, d in zip(eqn.outvars, results, strict=True):
             shape = list(shaped(v).shape)
@@ -453,14 +451,14 @@ class _Chunks:
         return [Sum(v) if d is None else Rows(v, d, max(parts)) for v, d in both]
 
     def _linear(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
-        """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
+        """Return the operands of an equation that maps sums of parts to the sum of its results for the parts."""
         linear = linear_in(eqn, [isinstance(kind, Sum) for kind in kinds])
         if linear is None:
             raise OtherLoopError
         return [self._sum(kind) if i in linear else kind for i, kind in enumerate(kinds)]
 
     def _sum(self, kind: Kind) -> Sum:
-        """Return a value as a sum: zeros are one."""
+        """Return a value as a sum; zeros count as one."""
         if isinstance(kind, Sum):
             return kind
         if not isinstance(kind, Whole) or not self._is_zero(kind):
@@ -472,7 +470,7 @@ class _Chunks:
     # Loops and choices within.
 
     def _scan(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
-        """Return what a loop of rows makes: carries are of one kind in all of its iterations."""
+        """Return the results of a loop over rows, whose carries keep their kind in all iterations."""
         consts, carries = _compat.scan_counts(eqn)
         first, kinds = consts + carries, list(kinds)
         for _ in range(4 * len(kinds) + 4):
@@ -497,7 +495,7 @@ class _Chunks:
         raise OtherLoopError
 
     def _cond(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
-        """Return what a choice makes that is the same for all chunks: each branch leaves results of the same kinds."""
+        """Return the results of a choice that is the same for all chunks; all branches must return the same kinds."""
         choice, *kinds = kinds
         if not isinstance(choice, Whole):
             raise OtherLoopError
@@ -519,7 +517,7 @@ class _Chunks:
         raise OtherLoopError
 
     def alike(self, made: Kind, begun: Kind) -> Kind:
-        """Return what a body leaves, as rows or a sum where it begins so, or another branch leaves that."""
+        """Return a body's results as rows or sums where their initial values, or another branch's results, are such."""
         if isinstance(begun, Sum):
             return self._sum(made)
         if isinstance(begun, (Rows, Slab)) and isinstance(made, Whole):
@@ -538,14 +536,16 @@ class _Chunks:
         return kind._replace(atom=v, **({"dimension": kind.dimension - scanned} if is_rows else {}))
 
     def _placed(self, kind: Kind, chunk: Atom) -> tuple[int | None, Fraction | None]:
-        """Return the dimension of rows, None of sums, and how many there are for each of a chunk if not for all."""
+        """Return the dimension of rows (None for sums) and the number of rows for each row of a chunk, if it is not
+        all.
+        """
         if not isinstance(kind, Slab):
             return getattr(kind, "dimension", None), None
         d = kind.dimension
         return d, Fraction(kind.atom.aval.shape[d], shaped(chunk).shape[d])
 
     def _as_rows(self, kind: Kind, dimension: int, ratio: Fraction | None) -> Kind | None:
-        """Return a value as rows, one that is the same in all chunks too, of so many for each of a chunk."""
+        """Return a value as rows, with this number for each row of a chunk; also one that is the same in all chunks."""
         if ratio is None or not isinstance(kind, Whole):
             return self._rows(kind, dimension)
         made, size = self.slabs.spread_over(kind, dimension, ratio), shaped(kind.atom).shape[dimension]
@@ -565,7 +565,7 @@ class _Chunks:
         return self.filled(kind) == 0
 
     def filled(self, kind: Kind) -> float | None:
-        """Return the number that all entries of a value are, None where that is not known."""
+        """Return the number that all entries of a value equal, None if it is not known."""
         if not isinstance(kind, Whole):
             return None
         if _compat.is_literal(kind.atom):
@@ -576,7 +576,7 @@ class _Chunks:
         return self.filled(kinds[0]) if named and len(kinds) == 1 else None
 
     def program_of(self, given: Sequence[Kind], made: Sequence[Kind]) -> jex.ClosedJaxpr:
-        """Return the equations of a body for all rows of what it is given."""
+        """Return the equations of a body for all rows of its operands."""
         if any(not isinstance(kind, (Whole, Sum, Rows, Slab)) for kind in made):
             raise OtherLoopError
         body = self.program([k.atom for k in given], [k.atom for k in made])  # pyright: ignore
@@ -586,7 +586,7 @@ class _Chunks:
     def _with_bodies(
         self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], made: Sequence[Kind], carries: int, **bodies: object
     ) -> list[Kind]:
-        """Return the results of an equation with these bodies, those behind the carries in stacks."""
+        """Return the results of an equation with these bodies; results behind the carries are stacks."""
         like: list[jex.Var] = []
         found: list[Kind] = []
         for i, (kind, v) in enumerate(zip(made, eqn.outvars, strict=True)):

@@ -1,16 +1,17 @@
-"""Equations of rows around a loop's chunk -> the equations of all rows that they are parts of.
+"""Equations on the rows around a loop's chunk -> the equations of all rows of which they are parts. See `_chunk_loops`.
 
-See `_chunk_loops`. A *slab* is a chunk with its halo: chunk `i` has the rows of a value from `i * step - before` on.
-What it has where the value has no row is a number, where a mask says so, else anything. Work on each row by itself is
-done on slabs as on chunks. Windows of a slab's rows, with no padding but what dilation leaves, are those of all rows
-with some padding. Several say the same, as slices that begin elsewhere do: what the program that the loop is compared
-with has is taken.
+A *slab* is a chunk with its halo: chunk `i` has the rows of a value from `i * step - before` on. Where the value has no
+such row, the slab has a known number if a mask puts it there, and an unknown one otherwise.
 
-Other slabs are what their chunk *adds* to a value, and nothing elsewhere. What is linear in them adds to what is made
-of the value; of windows it does where the chunk has every one that reads one of its rows.
+Row-wise work on slabs is the same as on chunks. Windows over a slab's rows, padded only as dilation requires, are
+windows over all rows with some padding. Several paddings may fit, as for slices with different starts; the one that the
+program under comparison has is taken.
 
-Law: a row of a slab that a value has is that row, or what all slabs add to it are; a sum is of the rows that parts have
-for themselves alone, or of what they add.
+Other slabs are *added* by their chunk to a value, and are zero elsewhere. A linear equation adds its results to that of
+the value. It does so for windows if the chunk has every window that reads one of its rows.
+
+Invariant: a slab's row that the value has equals that row, or the sum of all slabs equals the value. Sums run over the
+rows that belong to one part alone, or over what the slabs add.
 """
 
 import itertools
@@ -44,12 +45,12 @@ from ._splice import inlined, needed, typed
 from ._windows import WindowRule, windows
 
 Found = tuple[list[Kind], jex.JaxprEqn]
-"""The result of an equation on slabs, and the equation of all rows."""
+"""The results of an equation on slabs, and the equation of all rows."""
 
 
 class Loop(Protocol):
-    """What is known of a loop. **Fields:** its `count` of chunks; `places`; the equations that make what is the same in
-    all chunks; `given` its operands' places, in a body within; `known` numbers; the `eqns` of all rows.
+    """The facts about a loop. **Fields:** its `count` of chunks; `places`; the equations of values that are the same in
+    all chunks; `given` the operands' places, in an inner body; `known` numbers; `eqns` the equations of all rows.
     """
 
     count: int
@@ -60,11 +61,11 @@ class Loop(Protocol):
     eqns: list[Any]
 
     def made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: object) -> list[jex.Var]:
-        """Append an equation of these operands, and return its results."""
+        """Append an equation with these operands, and return its results."""
         ...
 
     def filled(self, kind: Kind) -> float | None:
-        """Return the number that all entries of a value are, None where that is not known."""
+        """Return the number that all entries of a value equal, None if it is not known."""
         ...
 
 
@@ -79,7 +80,7 @@ class Slabs:
     # Reading, masking and writing.
 
     def read(self, eqn: jex.JaxprEqn, array: Kind, indices: Kind) -> Kind:
-        """Return the rows that are gathered at consecutive places."""
+        """Return the rows that a gather reads at consecutive places."""
         numbers, shape = eqn.params["dimension_numbers"], shaped(eqn.invars[0]).shape
         place = self.places.counted(indices.number) if isinstance(indices, Index) else None
         if place is None or not isinstance(array, Whole) or len(numbers.start_index_map) != 1:
@@ -96,7 +97,7 @@ class Slabs:
         return self.kind(Slab(array.atom, d, symbols[0][1], -first), shaped(eqn.outvars[0]).shape[d])
 
     def masked(self, eqn: jex.JaxprEqn, mask: Kind, *cases: Kind) -> Kind | None:
-        """Return a slab with a number in place of the rows that its value does not have; None for another selection."""
+        """Return a slab with a number in place of the rows that its value lacks, None for any other selection."""
         if not isinstance(mask, Index) or len(cases) != 2 or not isinstance(cases[1], (Rows, Slab)):
             return None
         found, fill, shape = (
@@ -121,7 +122,7 @@ class Slabs:
         return self.kind(slab._replace(fill=fill, also=()), shape[d])
 
     def written(self, kind: Rows | Slab, size: int, source_info: SourceInfo) -> Atom:
-        """Return the value of which a loop writes the parts one behind the other, with zeros behind what it has."""
+        """Return the value whose parts a loop writes one behind the other, with zeros behind its rows."""
         if isinstance(kind, Rows):
             if kind.parts > 1:
                 raise OtherLoopError
@@ -138,7 +139,7 @@ class Slabs:
     # Equations.
 
     def results(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind]) -> list[Kind]:
-        """Return what an equation makes of slabs: one that is known, of those that its operands are."""
+        """Return the results of an equation on slabs, as those of a known equation of the values."""
         options = [[kind, *kind.also] if isinstance(kind, Slab) else [kind] for kind in kinds]
         found = list(filter(None, (self._results(eqn, each) for each in itertools.product(*options))))
         if not found:
@@ -147,7 +148,7 @@ class Slabs:
         return next(known, found[0][0])
 
     def is_known(self, eqn: jex.JaxprEqn) -> bool:
-        """Return whether the program that the loop is compared with has such an equation."""
+        """Return whether the program under comparison has such an equation."""
         numbers = self._numbers(eqn)
         return numbers is not None and self.places.known(eqn, numbers)
 
@@ -187,7 +188,7 @@ class Slabs:
     def _apart(
         self, eqn: jex.JaxprEqn, kinds: Sequence[Whole | Slab], rule: BatchingRule
     ) -> list[Kind] | None:
-        """Return what an equation makes of each row by itself, or of their sum."""
+        """Return the results of row-wise work, or of a sum over rows."""
         slabs = [
             (kind, shaped(a).shape[kind.dimension])
             for a, kind in zip(eqn.invars, kinds, strict=True)
@@ -242,7 +243,7 @@ class Slabs:
         ]
 
     def _adds(self, eqn: jex.JaxprEqn, kinds: Sequence[Whole | Slab], adds: Sequence[bool]) -> bool:
-        """Return whether an equation makes of what chunks add to some operands what they add to its results."""
+        """Return whether an equation maps chunks' contributions to operands onto contributions to its results."""
         if is_scattered(eqn):
             return list(adds) == [False, False, True]
         terms = linear_in(eqn, adds)
@@ -259,8 +260,8 @@ class Slabs:
     def _windowed(
         self, eqn: jex.JaxprEqn, kinds: Sequence[Whole | Slab], rule: WindowRule
     ) -> list[Kind] | None:
-        """Return what an equation makes of windows: what it pads a slab with is in places that dilation leaves, or
-        around what it adds.
+        """Return the results of windows. Padding of a slab must lie in gaps that dilation leaves, or around
+        contributions.
         """
         slab, others = kinds[0], [kind for kind in kinds[1:] if isinstance(kind, Slab)]
         if not isinstance(slab, Slab) or len(others) != rule.summed:
@@ -315,9 +316,9 @@ class Slabs:
         low: int,
         counts: Iterable[int],
     ) -> jex.JaxprEqn | None:
-        """Return an equation of windows of all rows, with so many rows of padding before, that is known.
+        """Return a known equation of windows over all rows, with this many rows of padding in front.
 
-        **Arguments:** `counts` how many windows there may be.
+        **Arguments:** `counts` the possible numbers of windows.
         """
         slab, d = kinds[0], rule.results[0]
         assert isinstance(slab, Slab)
@@ -333,7 +334,7 @@ class Slabs:
         return None
 
     def _narrowed(self, eqn: jex.JaxprEqn, kind: Kind) -> Kind | None:
-        """Return a slab of fewer rows; None for what is a slice of all rows: of that a part has what it needs."""
+        """Return a slab with fewer rows, None for a slice of all rows: a part of that has the rows that it needs."""
         if not isinstance(kind, (Rows, Slab)):
             return None
         d, shape = kind.dimension, shaped(eqn.invars[0]).shape
@@ -348,7 +349,7 @@ class Slabs:
         return self.kind(slab._replace(before=slab.before - start, also=()), limit - start)
 
     def _widened(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind]) -> Kind | None:
-        """Return what a chunk adds to more rows, to which it adds zeros; None where something else is concatenated."""
+        """Return a chunk's contribution extended with zeros to more rows, None if anything else is concatenated."""
         at = [k for k, kind in enumerate(kinds) if not isinstance(kind, Whole)]
         kind, sizes = kinds[at[0]], [shaped(a).shape for a in eqn.invars]
         if len(at) != 1 or not isinstance(kind, (Rows, Slab)) or kind.dimension != eqn.params["dimension"]:
@@ -364,7 +365,7 @@ class Slabs:
         return self.kind(made, shaped(eqn.outvars[0]).shape[d])
 
     def spread_over(self, kind: Whole, dimension: int, ratio: Fraction) -> Any | None:
-        """Return a value of which all rows are alike, of so many times the rows."""
+        """Return a value whose rows are all equal, with the number of rows multiplied."""
         if kind.atom in self.loop.given:
             raise Wanted(self.loop.given[kind.atom], dimension, ratio)
         if kind.atom not in self.loop.maker:
@@ -390,17 +391,17 @@ class Slabs:
     # What is known of slabs.
 
     def _is_apart(self, kind: Slab, size: int) -> bool:
-        """Return whether chunks have no row twice, and each that there is."""
+        """Return whether the chunks have every row exactly once."""
         return kind.before == 0 and size == kind.step and _rows(kind) <= self.loop.count * kind.step
 
     def is_own(self, kind: Slab, size: int, fill: float = 0) -> bool:
-        """Return whether they have zeros, or another number, where there is none besides."""
+        """Return whether slabs have zeros, or another number, in rows besides their own."""
         return self._is_apart(kind, size) and (
             _rows(kind) == self.loop.count * kind.step or kind.fill == fill
         )
 
     def _beyond(self, kind: Slab, size: int) -> tuple[bool, bool]:
-        """Return whether the first begins before the first row, and the last ends behind the last."""
+        """Return whether the first slab starts before the first row, and whether the last ends behind the last."""
         return kind.before > 0, (self.loop.count - 1) * kind.step - kind.before + size > _rows(kind)
 
     def _slab(self, kind: Rows | Slab, size: int) -> Slab:
@@ -411,7 +412,7 @@ class Slabs:
         return Slab(kind.atom, kind.dimension, size, 0)
 
     def kind(self, slab: Slab, size: int) -> Kind:
-        """Return a slab, as rows where it is a mere chunk of these."""
+        """Return a slab, as plain rows if it is just a chunk of them."""
         if slab.before == 0 and size == slab.step and _rows(slab) == self.loop.count * size and not slab.also:
             return Rows(slab.atom, slab.dimension)
         return slab
@@ -437,7 +438,7 @@ class Slabs:
 
 
 def _ends(rule: WindowRule, rows: int, low: int, counts: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield how many windows there may be, with the padding behind for them."""
+    """Yield the possible numbers of windows, with the padding behind for each."""
     if rule.at[0] == "padding_config":  # a pad is of any width
         yield from ((count, (count - 1) - (rows - 1) * rule.dilation - low) for count in counts)
         return
@@ -463,7 +464,9 @@ def _with_rows(v: Atom, dimension: int, rows: int) -> Any:
 def _resized(
     eqn: jex.JaxprEqn, rule: BatchingRule, ratio: Fraction, atoms: Sequence[Any]
 ) -> jex.JaxprEqn | None:
-    """Return an equation of so many times the rows; None where that is no number of them, or without an operand."""
+    """Return an equation with rows multiplied by this ratio, None if that is not a whole number or an operand is
+    missing.
+    """
     sizes = [
         (eqn.params[name] if index is None else eqn.params[name][index]) * ratio for name, index in rule.sizes
     ]

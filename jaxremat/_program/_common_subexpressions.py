@@ -1,17 +1,19 @@
-"""Flat equations -> the same with equals computed once, what loops of the backward pass repeat among them.
+"""Flat equations -> the same with equal equations computed once, also those that loops of the backward pass repeat.
 
-Two pure equations are equal where primitive, operands, parameters and types are; one that runs once has no equal. A
-scan or a `cond` of the backward pass that repeats one of the forward pass, as under the user's own `jax.checkpoint`,
-has another body: it gives what is to be kept for differentiation as well. It is *joined* to the earlier one, which then
-gives both, where
+Two pure equations are equal if primitive, operands, parameters and types are. An equation that may run only once equals
+no other.
 
-- its operands are the other's, or what the other stacks, or are there as early, or are made of constants alone, or of
-  these without effort, as JAX does with what is the same in each iteration: these are then made within its body;
-- each of its carries is one of the other's: both begin alike, and taken to be alike as an iteration begins, they are
-  alike as it ends;
+A scan or a `cond` of the backward pass that repeats one of the forward pass, as under the user's own `jax.checkpoint`,
+has another body, because it also returns residuals. It is *joined* to the earlier one, which then returns both sets of
+results, if
+
+- its operands are the other's, or values that the other stacks, or are computed as early, or can be recomputed from
+  constants, or from values that can, within its body;
+- each of its carries equals one of the other's: both have equal initial values and, assuming that they are equal at the
+  start of an iteration, are equal at its end;
 - it adds no contraction to the other's body.
 
-Law: every variable keeps its value, and no contraction is computed more often than before.
+Invariant: every variable keeps its value, and no contraction is computed more often than before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +40,8 @@ from ._splice import inlined
 
 @dataclass
 class Equals:
-    """Merges equal equations, which are added in execution order.
-
-    **Fields:** `eqns` what is left; `scopes` of each; `merged_of` for each equation that was added the index of the
-    one that now computes it.
+    """Merges equal equations, which are added in execution order. **Fields:** `eqns` the remaining equations; `scopes`
+    of each; `merged_of` for each added equation the index of the one that now computes it.
     """
 
     inliner: Inliner
@@ -63,14 +63,12 @@ class Equals:
     )  # what makes such equations equal -> results
 
     def read(self, atom: Atom) -> Atom:
-        """Return what an operand or a result is called now."""
+        """Return the present name of an operand or a result."""
         return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
 
     def add(self, eqn: jex.JaxprEqn, scope: int = -1, in_backward: bool | None = None) -> None:
-        """Add the next equation.
-
-        **Arguments:** `scope` within which equals are merged; `in_backward` whether it is of the backward pass, by
-        default as its name stack says.
+        """Add the next equation. **Arguments:** `scope` within which equals are merged; `in_backward` whether it
+        belongs to the backward pass, by default as its name stack says.
         """
         once = runs_once(eqn)
         joins = eqn.primitive.name in _JOINED and not once
@@ -105,14 +103,14 @@ class Equals:
         self.merged_of.append(twin)
 
     def value(self, atom: Atom) -> Atom:
-        """Return what makes two operands the same, of whatever scope: what they are called or, of constants,
-        made of.
+        """Return a key that is equal for equal operands in any scope: the name, or for constants the way they are
+        computed.
         """
         return _atom(self.first(atom))
 
     def first(self, atom: Atom) -> Atom:
-        """Return what a name names, the first variable that is made of the same constants in the same way; others are
-        themselves.
+        """Return the first variable that is computed from the same constants in the same way; other variables are
+        returned unchanged.
         """
         return atom if _compat.is_literal(atom) else self._alike.get(atom, atom)
 
@@ -124,9 +122,9 @@ class Equals:
         into: list[jex.JaxprEqn],
         at: int | None = None,
     ) -> list[Any]:
-        """Return as `Inliner.body`, with operands that are made of constants made anew.
+        """Return as `Inliner.body`, with operands that depend on constants alone recomputed.
 
-        **Arguments:** `at` the index of an equation: what is made without effort behind it is made anew, too.
+        **Arguments:** `at` the index of an equation: cheap operands that are computed after it are recomputed, too.
         """
         made: dict[Any, Any] = {}
 
@@ -150,7 +148,7 @@ class Equals:
         return self.inliner.body(closed, list(map(anew, operands)), info, into, marks=True)
 
     def together(self, first: Sequence[jex.JaxprEqn], second: Sequence[jex.JaxprEqn]) -> "Equals | None":
-        """Return two bodies as one, None where the second adds contractions."""
+        """Return two bodies as one, None if the second adds contractions."""
         both = Equals(
             self.inliner,
             _constants=dict(self._constants),
@@ -164,7 +162,7 @@ class Equals:
         return None if more else both
 
     def _join(self, again: jex.JaxprEqn, scope: int) -> int | None:
-        """Join the equation to an earlier one; returns that one's index."""
+        """Join the equation to an earlier one, and return that one's index."""
         for i in self._joinable.get((again.primitive, scope), ()):
             eqn = self.eqns[i]
             joined = _JOINED[eqn.primitive.name](eqn, again, self, i)
@@ -178,7 +176,7 @@ class Equals:
 
 @dataclass(frozen=True)
 class _Joined:
-    """An equation that gives what two gave, and which of its results are the second's."""
+    """An equation that returns the results of two, and which of its results are the second's."""
 
     eqn: Any
     results: Mapping[Any, Any]
@@ -194,9 +192,9 @@ def _extra(
     own: Sequence[jex.Var],
     own_made: Sequence[Sequence[Atom]],
 ) -> tuple[dict[Any, Any], dict[Any, Sequence[Any]]]:
-    """Return the second's results by those of the first, and what of them the first has not, by name.
+    """Return the second equation's results in terms of the first's, and those that the first lacks, by name.
 
-    **Arguments:** `made` for each of the first's `outvars` what it is in each body, `own_made` for the second's.
+    **Arguments:** `made` for each of the first's `outvars` its key in the body, `own_made` for the second's.
     """
     known = {tuple(map(_atom, atoms)): v for v, atoms in zip(outvars, made, strict=True)}
     found: dict[Any, Any] = {}
@@ -302,7 +300,7 @@ _JOINED = {"scan": _joined_scans, "cond": _joined_conds}
 
 
 def _atom(a: Atom) -> Any:
-    """Return what makes two operands the same."""
+    """Return a key that is equal for equal operands."""
     if not _compat.is_literal(a):
         return a
     value = np.asarray(a.val)
@@ -310,7 +308,7 @@ def _atom(a: Atom) -> Any:
 
 
 def _key(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
-    """Return what makes two pure equations the same; None where parameters cannot be compared."""
+    """Return a key that is equal for equal pure equations, None if parameters cannot be compared."""
     try:
         key = _like(eqn, tuple(map(_atom, invars)))
         hash(key)
@@ -342,7 +340,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _structure(closed: jex.ClosedJaxpr) -> Any:
-    """Return what makes two bodies the same, whatever their variables are called."""
+    """Return a key that is equal for equal bodies, independent of their variables' names."""
     jaxpr, consts = _compat.opened(closed)
     place: dict[Any, int] = {}
     for v in (*jaxpr.constvars, *jaxpr.invars):

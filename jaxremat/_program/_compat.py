@@ -1,4 +1,4 @@
-"""The one door to private or versioned parts of JAX; everything else of the library imports JAX's public names."""
+"""The only module that uses private or versioned parts of JAX; all others import JAX's public names."""
 
 import enum
 import functools
@@ -44,7 +44,7 @@ Atom: TypeAlias = jex.Var | jex.Literal
 """An operand of an equation."""
 
 MemorySpace: TypeAlias = _core.MemorySpace
-"""In which of a device's memories arrays are."""
+"""One of a device's memories."""
 
 AbstractValue: TypeAlias = jax.core.AbstractValue
 """The type of a variable, of an array or not."""
@@ -92,14 +92,14 @@ def new_jaxpr(
 
 
 def has_effects(eqn: jex.JaxprEqn) -> bool:
-    """Return whether a run of the equation leaves anything but its results. That it names an axis of a mesh is an
-    effect of JAX's too, as of a collective.
+    """Return whether running the equation has effects besides its results. For JAX, naming a mesh axis, as a collective
+    does, is an effect too.
     """
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def is_reference(var: jex.Var) -> bool:
-    """Return whether a variable is what `jax.new_ref` makes."""
+    """Return whether a variable is a reference of `jax.new_ref`."""
     return isinstance(var.aval, _state.AbstractRef)
 
 
@@ -111,20 +111,20 @@ def has_references(closed: jex.ClosedJaxpr) -> bool:
 
 
 def is_key(atom: Atom) -> bool:
-    """Return whether a variable holds keys of a random generator, of which there are no zeros."""
+    """Return whether a variable holds keys of a random generator, for which there are no zeros."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def discharged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the program with values for references, and what arguments that are references hold at its end behind
-    its results. **Raises:** NotImplementedError for primitives of which JAX does not know how.
+    """Return the program with values in place of references, whose final values follow its results. **Raises:**
+    NotImplementedError for primitives that JAX cannot convert.
     """
     return _discharge.discharge_state(closed)
 
 
 def load_plugins_in(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have JAX load the plugins of its devices, once it looks for any, within a context."""
+    """Let JAX load its devices' plugins, once it looks for any, within a context."""
     load = _bridge.discover_pjrt_plugins
 
     def within() -> None:
@@ -135,7 +135,7 @@ def load_plugins_in(context: Callable[[], AbstractContextManager[None]]) -> None
 
 
 def process_store() -> Any:
-    """Texts by key that all processes of this job see; None where `jax.distributed` was not initialised."""
+    """Return the key-value store that all processes of this job share, None if `jax.distributed` is not initialised."""
     return _distributed.global_state.client
 
 
@@ -171,15 +171,13 @@ def has_scope(eqn: jex.JaxprEqn, scope: str) -> bool:
 
 
 def scope_below(eqn: jex.JaxprEqn, outer: jex.JaxprEqn) -> str:
-    """Return the first name in the equation's name stack below that of another equation, "" where it is not below
-    it.
-    """
+    """Return the first name in the equation's name stack below that of another equation, "" if it is not below it."""
     own, above = eqn.source_info.name_stack.stack, outer.source_info.name_stack.stack
     return own[len(above)].name if len(own) > len(above) and own[: len(above)] == above else ""
 
 
 def last_scope(eqn: jex.JaxprEqn) -> str:
-    """Return the last name in the equation's name stack, "" where it has none."""
+    """Return the last name in the equation's name stack, "" if it has none."""
     parts = eqn.source_info.name_stack.stack
     return parts[-1].name if parts else ""
 
@@ -189,16 +187,14 @@ REMATTED = "rematted_computation"
 
 
 def as_forward(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-    """Return an equation that a checkpoint computes again, under the name that it has without the checkpoint."""
+    """Return an equation that a checkpoint recomputes, with the name that it has without the checkpoint."""
     info = eqn.source_info
     own = (part for part in info.name_stack.stack if part.name not in ("transpose", REMATTED))
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
 
 
 def as_backward(eqn: jex.JaxprEqn, like: jex.JaxprEqn, scope: str) -> jex.JaxprEqn:
-    """Return an equation that the backward pass runs for another, under that one's names, one more, and its own
-    line.
-    """
+    """Return an equation that the backward pass runs for another, with that one's names, one more, and its own line."""
     stack = like.source_info.name_stack.extend(scope)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
@@ -209,10 +205,10 @@ def root_source(eqn: jex.JaxprEqn) -> SourceInfo:
 
 
 def user_line(eqn: jex.JaxprEqn) -> str:
-    """Return `file.py:12 (function)` of the user's code that made the equation, or "".
+    """Return `file.py:12 (function)` of the user's code that created the equation, or "".
 
-    The library makes equations too: behind its frames then comes the user's call of the library, and nothing of the
-    library that would be tracing the user's code.
+    For equations that the library creates, it is the line of the user's call of the library, unless the library is
+    tracing the user's code there.
     """
     frame, traceback = _user_frame(eqn)
     if frame is None:
@@ -225,15 +221,15 @@ def user_line(eqn: jex.JaxprEqn) -> str:
 
 
 def calling_line(eqn: jex.JaxprEqn) -> str:
-    """Return the line of the user's code as `user_line` does, for an equation that a call of the library within the
-    user's step made (a hint): whoever traces that step, the library or the user, the line is the call's.
+    """Return the line of the user's code, as `user_line` does, for an equation that a call of the library inside the
+    user's step created (a hint). It is the call's line, whether the user or the library traces the step.
     """
     frame, _ = _user_frame(eqn)
     return _as_line(frame) if frame is not None else ""
 
 
 def _user_frame(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
-    """Return the innermost frame of neither JAX nor the library, None where there is none, and the traceback."""
+    """Return the innermost frame outside of JAX and the library, None if there is none, and the traceback."""
     traceback = eqn.source_info.traceback
     return (None if traceback is None else _source.user_frame(traceback)), traceback
 
@@ -243,7 +239,7 @@ def _as_line(frame: _source.Frame) -> str:
 
 
 def _is_room(file: str) -> bool:
-    """Return whether a file is one of those whose frames are hidden."""
+    """Return whether frames of a file are hidden."""
     return file.startswith(_ROOMS)
 
 
@@ -252,8 +248,9 @@ _ROOMS = tuple(
     for room in Path(__file__).parents[1].glob("_[a-z]*")
     if room.is_dir() and room.name != "_cli"
 )
-"""Folders of the library of which no line is taken for the user's, and no frame is shown in tracebacks, as JAX does
-with its own: all but that of the train step of its demonstration."""
+"""Folders of the library whose lines are never reported as the user's, and whose frames tracebacks hide, as JAX does
+with its own. The demonstration's train step is the exception.
+"""
 
 for _room in _ROOMS:
     _source.register_exclusion(_room)
@@ -265,7 +262,7 @@ api_boundary = _tracebacks.api_boundary
 
 
 def is_plain_call(params: dict[str, Any]) -> bool:
-    """Return whether a nested `jit` asks for nothing (shardings, layouts, options) that inlining would lose."""
+    """Return whether a nested `jit` has no shardings, layouts or options, which inlining would lose."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return (
@@ -279,8 +276,8 @@ _JITTED: type = type(jax.jit(lambda: None))
 
 
 def jit_options(fn: object) -> dict[str, Any] | None:
-    """Return what `jax.jit` was given with a function, by name, None or () for what it was not; None of a function
-    that is not jitted. Numbers and names of arguments are both there where one of them is given.
+    """Return the options that `jax.jit` was given with a function, by name, with None or () for the others; None for a
+    function that is not jitted. If either numbers or names of arguments were given, both are returned.
     """
     if not isinstance(fn, _JITTED):
         return None
@@ -304,13 +301,13 @@ def varying_axes(var: Atom) -> frozenset[Any]:
 
 
 def varied(array: jax.Array, like: Atom) -> jax.Array:
-    """Return values that are the same on all devices as ones that may differ as those of a variable do."""
+    """Return values that are equal on all devices as values that may differ over the mesh axes of a variable."""
     axes = tuple(varying_axes(like))
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 def unvaried(aval: AbstractValue) -> AbstractValue:
-    """Return the type of a value that is the same on all devices."""
+    """Return the type of a value that is equal on all devices."""
     if not varying_axes(new_var(aval)):
         return aval
     array = cast(Aval, aval)
@@ -323,12 +320,12 @@ def is_literal(atom: Atom) -> "TypeIs[jex.Literal]":
 
 
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
-    """Return the atoms that are no literals."""
+    """Return the atoms that are not literals."""
     return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
 def renamed(eqn: jex.JaxprEqn, names: Mapping[jex.Var, Atom]) -> jex.JaxprEqn:
-    """Return the equation with other operands, where there are names for them."""
+    """Return the equation with its operands renamed where names are given."""
     invars = [a if is_literal(a) else names.get(a, a) for a in eqn.invars]
     return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
 
@@ -339,7 +336,7 @@ def shaped(atom: Atom) -> Aval:
 
 
 def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
-    """Return a body's jaxpr and its constants, none where it is not closed."""
+    """Return a body's jaxpr and its constants, none if it is not closed."""
     # What `jax_remat3` traces has a jaxpr and constants as a closed jaxpr does, and is none.
     return cast(jex.Jaxpr, getattr(jaxpr, "jaxpr", jaxpr)), getattr(jaxpr, "consts", ())
 
@@ -378,14 +375,14 @@ def scan_operands(eqn: jex.JaxprEqn) -> tuple[Sequence[Any], Sequence[Any], Sequ
 def cond_like(
     eqn: jex.JaxprEqn, branches: Sequence[AnyJaxpr], invars: Sequence[Atom], outvars: Sequence[jex.Var]
 ) -> jex.JaxprEqn:
-    """Return a `cond` that chooses as another does, between other branches, which have no constants."""
+    """Return a `cond` with other branches, without constants, and the same choice."""
     return eqn.replace(
         invars=list(invars), outvars=list(outvars), params={**eqn.params, "branches": tuple(branches)}
     )
 
 
 def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> jex.JaxprEqn:
-    """Return an equation without some of its results, and its bodies without what makes only them."""
+    """Return an equation without some of its results, and its bodies without the equations that only those need."""
     operands = list(dict.fromkeys(a for a in eqn.invars if not is_literal(a)))
     jaxpr = new_jaxpr((), (), operands, eqn.outvars, [eqn]).jaxpr
     (fewer,) = _partial_eval.dce_jaxpr(jaxpr, list(wanted))[0].eqns
@@ -393,7 +390,7 @@ def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> jex.JaxprEqn:
 
 
 def pruned(closed: jex.ClosedJaxpr) -> jex.Jaxpr:
-    """Return the open jaxpr without what no result and no effect needs, in its bodies too."""
+    """Return the open jaxpr without the equations that no result and no effect needs, also in its bodies."""
     return _partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
 
 
@@ -404,9 +401,9 @@ def scan_like(
     operands: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
     results: tuple[Sequence[jex.Var], Sequence[jex.Var]],
 ) -> jex.JaxprEqn:
-    """Return a scan that runs as another does.
+    """Return a scan with another body and the same settings.
 
-    **Arguments:** `operands` constants, initial carries and scanned-over arrays; `results` last carries and stacks.
+    **Arguments:** `operands` constants, initial carries and scanned-over arrays; `results` final carries and stacks.
     """
     consts, init, scanned = operands
     invars, outvars = [*consts, *init, *scanned], [*results[0], *results[1]]
@@ -425,15 +422,15 @@ def scan_like(
 
 
 def staging_checkpoints() -> AbstractContextManager[Any]:
-    """Within it, `jax.checkpoint` and names are staged in a form that works under every transformation.
+    """While this context is open, stage `jax.checkpoint` and names in a form that works under every transformation.
 
-    With jax 0.10 that is the older one even under `jax_remat3`, whose names cannot be batched there.
+    With jax 0.10 that is the older form even under `jax_remat3`, whose names cannot be batched there.
     """
     return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
 
 
 def name_eqn(operand: Atom, outvar: jex.Var, name: str, source_info: SourceInfo) -> jex.JaxprEqn:
-    """Return what `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
+    """Return the equation of `jax.ad_checkpoint.checkpoint_name`: its operand under a name that policies see."""
     if not _config.remat3.value:
         return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
     params = {"_prim": _checkpoint.CheckpointName(name, operand.aval)}
@@ -441,13 +438,11 @@ def name_eqn(operand: Atom, outvar: jex.Var, name: str, source_info: SourceInfo)
 
 
 def without_hijax(eqn: jex.JaxprEqn, *, derivatives: bool) -> jex.JaxprEqn:
-    """Return an equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been
-    there before.
+    """Return an equation of one of JAX's "high" primitives, such as those of `jax_remat3`, in its older form.
 
-    A checkpoint becomes a `remat2`, a name a `name`. What else brings rules for differentiation becomes a call of what
-    it computes, or with `derivatives`, where it is to be differentiated yet, is left as it is, except that what brings
-    rules for rematerialisation (`jax.custom_remat`, under `jax_remat3`) has none but these: it gets a checkpoint around
-    itself.
+    A checkpoint becomes a `remat2`, a name a `name`. Other primitives with differentiation rules become a call of their
+    computation. With `derivatives` (the program will be differentiated later) they stay, except for those that only
+    have rules for rematerialisation (`jax.custom_remat`), which get a checkpoint around themselves.
     """
     if eqn.primitive is not _hijax.call_hi_primitive_p:
         return eqn
@@ -479,7 +474,7 @@ _NAMES = tuple(
 
 
 def _expanded(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """Return what JAX computes for an equation of a "high" primitive."""
+    """Return the computation of an equation of a "high" primitive."""
     kind = eqn.params["_prim"]
     if hasattr(kind, "jaxpr"):
         return kind.jaxpr
@@ -489,50 +484,49 @@ def _expanded(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
 
 
 def trace_context() -> Any:
-    """Return what tracing depends on besides arguments: axis names, meshes, flags; hashable."""
+    """Return the settings besides arguments on which tracing depends: axis names, meshes, flags; hashable."""
     return _config.trace_context()
 
 
 def settings() -> Any:
-    """Return what `jax.jit` looks up programs by besides functions and arguments: how it traces, and how hard the
-    compiler tries; hashable.
+    """Return the settings besides functions and arguments by which `jax.jit` looks up programs: those of tracing, and
+    the compiler's effort; hashable.
     """
     return (_config.trace_context(), _config.optimization_level.value, _config.memory_fitting_level.value)
 
 
 def is_jit_disabled() -> bool:
-    """Return whether jitted functions run as they are, operation by operation."""
+    """Return whether jitted functions run operation by operation."""
     return _config.disable_jit.value
 
 
 def default_device() -> Any:
-    """Return where a step runs whose arguments are free to be anywhere."""
+    """Return the device of a step whose arguments are not committed to any."""
     chosen = _config.default_device.value
     return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
 
 
 def settings_in_words() -> list[str]:
-    """Return those of them that are the same in every process: flags, numbers and names."""
+    """Return those of the settings that are the same in every process: flags, numbers and names."""
     context, *more = settings()
     kinds = (bool, int, float, str, enum.Enum, type(None))
     return [str(each) for each in (*context, *more) if isinstance(each, kinds)]
 
 
 SpecialValueError = _api_util.InternalFloatingPointError
-"""What a compiled program raises under `jax.debug_nans` and `jax.debug_infs`, which no user is to see."""
+"""The error of a compiled program under `jax.debug_nans` and `jax.debug_infs`, which users do not see."""
 
 
 def explain_special_value(
     error: Exception, fn: Callable[..., object], args: Sequence[object], kwargs: Kwargs
 ) -> NoReturn:
-    """Run the function operation by operation, to say which one makes it. **Raises:** FloatingPointError."""
+    """Run the function operation by operation, to name the one that produces the value. **Raises:** FloatingPointError."""
     _api_util.maybe_recursive_nan_check(error, fn, args, kwargs)
 
 
 def enclosing_options() -> dict[str, Any] | None:
-    """Return the compiler options of the outermost `jax.jit` that is being traced, None where none is to be seen.
-
-    What `make_jaxpr` traces is not compiled.
+    """Return the compiler options of the outermost `jax.jit` that is being traced, None if there is none. Programs that
+    `make_jaxpr` traces are not compiled.
     """
     found = None
     frame = inspect.currentframe()
@@ -547,13 +541,13 @@ def enclosing_options() -> dict[str, Any] | None:
 
 
 def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo) -> jex.JaxprEqn:
-    """Return an optimization barrier: nothing that reads its results starts before all of its operands are there."""
+    """Return an optimization barrier: no reader of its results starts before all of its operands are computed."""
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
 
 @functools.cache
 def _placing(space: MemorySpace) -> jex.JaxprEqn:
-    """Return the equation of putting a number there."""
+    """Return the equation that moves a number to a memory."""
     return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
 
 
@@ -572,12 +566,12 @@ def permuted(operand: Atom, axes: Sequence[int], source_info: SourceInfo) -> jex
 
 
 def single(eqn: jex.JaxprEqn, invars: Sequence[jex.Var]) -> jex.ClosedJaxpr:
-    """Return one equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
+    """Return one equation as a closed jaxpr whose arguments `invars` replace the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])
 
 
 def registered_primitives() -> dict[str, Any]:
-    """Return by name the primitives that can be compiled, of JAX and of whatever else was imported."""
+    """Return the primitives that can be compiled by name, of JAX and of all other imported libraries."""
     by_platform = _mlir._platform_specific_lowerings.values()
     return {p.name: p for rules in (_mlir._lowerings, *by_platform) for p in rules}

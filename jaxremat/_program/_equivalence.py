@@ -50,8 +50,7 @@ class Equivalence:
         self._mark = self._numbers.values.mark
 
     def difference(self, other: jex.ClosedJaxpr) -> str | None:
-        """Return a description of the first difference from a program with the same arguments, None if none is found.
-        """
+        """Return the first difference from a program with the same arguments, in words, None if none is found."""
         try:
             return self._difference(*self._numbers.program(other))
         finally:

@@ -1,4 +1,4 @@
-"""Equation -> what running it costs: arithmetic, and the time of a kernel on a device."""
+"""Equation -> its cost: arithmetic, and the time of a kernel on a device."""
 
 import math
 from functools import cache
@@ -12,20 +12,21 @@ from ._compat import AbstractValue, DType, shaped
 from ._primitives import inner_jaxprs, is_light, is_threefry, is_write, on_host
 
 THREEFRY_OPERATIONS = 200.0
-"""Integer operations for each random word: twenty rounds on two words, of which it is the exclusive or."""
+"""Integer operations for each random word: twenty rounds on two words, whose exclusive or is the result."""
 
 THREEFRY_PASSES = 55.0
-"""How often a compiler that keeps the rounds in a loop, as XLA:CPU does, moves the bytes of the result: each of five
-trips copies, reads and writes two words for each. Read off the program that it compiles."""
+"""How often a compiler that keeps the rounds in a loop, such as XLA:CPU, moves the bytes of the result: each of five
+iterations copies, reads and writes two words for each. Counted in the compiled program.
+"""
 
 
 def aval_nbytes(aval: AbstractValue) -> int:
-    """Return bytes of an array type on the device: of one in host memory none."""
+    """Return the bytes on the device of an array type; 0 for one in host memory."""
     return 0 if on_host(aval) else array_nbytes(aval)
 
 
 def array_nbytes(aval: AbstractValue) -> int:
-    """Return bytes of an array type, wherever it is; a random key counts its words, a token nothing."""
+    """Return the bytes of an array type in any memory; a random key counts its words, a token nothing."""
     shape = getattr(aval, "shape", None)
     dtype = getattr(aval, "dtype", None)
     if shape is None or dtype is None:
@@ -34,8 +35,8 @@ def array_nbytes(aval: AbstractValue) -> int:
 
 
 def body_nbytes(eqn: jex.JaxprEqn) -> int:
-    """Return the bytes that one run of a loop's body, or of the largest branch of a choice, makes and keeps to itself;
-    0 of an equation without a body, and of a kernel, whose values are not in memory.
+    """Return the bytes that one run of a loop's body, or of the largest branch of a choice, computes and keeps inside;
+    0 for an equation without a body, and for a kernel, whose values are not in memory.
     """
     bodies = inner_jaxprs(eqn) if eqn.primitive.name != "pallas_call" else ()
 
@@ -54,7 +55,7 @@ def _item_nbytes(dtype: DType) -> float:
 
 
 def eqn_flops(eqn: jex.JaxprEqn) -> float:
-    """Return floating-point operations of one run; loops count every trip."""
+    """Return the floating-point operations of one run; loops count every iteration."""
     name = eqn.primitive.name
     out = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
     if name in ("dot_general", "scaled_matmul"):
@@ -108,21 +109,19 @@ def _taps(
 
 
 def in_rounds(device: DeviceSpec, eqn: jex.JaxprEqn) -> bool:
-    """Return whether the compiler makes a loop of the equation, whose buffers are in memory: random words on the
-    CPU.
-    """
+    """Return whether the compiler turns the equation into a loop with buffers in memory: random words on the CPU."""
     return device.platform == "cpu" and is_threefry(eqn)
 
 
 def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) -> float:
-    """Return roofline time of one kernel: arithmetic or traffic, whichever takes longer, and the launch."""
+    """Return the roofline time of one kernel: the longer of arithmetic and traffic, plus the launch."""
     return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
 
 
 def alone_seconds(device: DeviceSpec, eqn: jex.JaxprEqn, flops: float | None = None) -> float:
-    """Return roofline time of an equation that is a kernel with nothing fused into it.
+    """Return the roofline time of an equation that is a kernel with nothing fused into it.
 
-    **Arguments:** `flops` what it does there, where that is not all.
+    **Arguments:** `flops` its arithmetic on this device, if it is not all of it.
     """
     atoms = [eqn.invars[1]] * 2 if is_write(eqn) else [*eqn.invars, *eqn.outvars]
     nbytes = sum(aval_nbytes(a.aval) for a in atoms)
@@ -132,7 +131,7 @@ def alone_seconds(device: DeviceSpec, eqn: jex.JaxprEqn, flops: float | None = N
 
 
 def flops_dtype(eqn: jex.JaxprEqn) -> str:
-    """Return the type whose arithmetic rate the equation runs at: its widest floating operand."""
+    """Return the type at whose arithmetic rate the equation runs: that of its widest floating-point operand."""
     for atom in (*eqn.invars, *eqn.outvars):
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is not None and str(dtype) in _SHORT:

@@ -1,6 +1,6 @@
 """Rules of `_value_numbers` for indices: integers that are sums of symbols, and arrays that count along their axes.
 
-They are `Grid` nodes, whose key is what one step along each axis adds, and the first entry.
+They are `Grid` nodes, whose key is the increment along each axis and the first entry.
 """
 
 import jax.numpy as jnp
@@ -11,16 +11,16 @@ from ._value_numbers import Affine, Node, Type, Values, constant, plus, rule
 Operands = tuple[int, ...]
 
 OperationKey = tuple[str, tuple[object, ...], *tuple[object, ...]]
-"""The key of an operation without rules of its own: its name, its primitive and parameters, and what it returns."""
+"""The key of an operation without rules of its own: its name, its primitive and parameters, and its results' types."""
 
 
 def grid(values: Values, kind: Type, steps: tuple[int, ...], first: Affine) -> int:
-    """Return an array of integers, `first` at its beginning."""
+    """Return an array of integers that starts with `first`."""
     return values.node("Grid", (steps, first), (), kind)
 
 
 def scalar(values: Values, value: int) -> Affine | None:
-    """Return the place that a number is, None of others."""
+    """Return the place that a number is, None for other numbers."""
     node = values.nodes[value]
     return node.key[1] if node.op == "Grid" and not node.type[0] else None
 
@@ -87,7 +87,7 @@ def _converted(values: Values, key: object, operands: Operands, kind: Type) -> i
 
 @rule("lt")
 def _less(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return whether indices are negative, as indexing asks, where that is the same of all."""
+    """Return whether indices are negative, as indexing tests, if the answer is the same for all."""
     apart = _combined(values, operands, kind, -1)
     reach = None if apart is None else _reach(values, values.nodes[apart])
     if reach is None or reach[0] < 0 <= reach[1]:
@@ -97,7 +97,7 @@ def _less(values: Values, key: OperationKey, operands: Operands, kind: Type) -> 
 
 
 def _reach(values: Values, node: Node) -> tuple[int, int] | None:
-    """Return the least and the largest number of a grid."""
+    """Return the smallest and the largest number of a grid."""
     if (first := values.range(node.key[1])) is None:
         return None
     over = [step * (n - 1) for step, n in zip(node.key[0], node.type[0], strict=True)]
@@ -106,7 +106,7 @@ def _reach(values: Values, node: Node) -> tuple[int, int] | None:
 
 @rule("max", "min")
 def _limited(values: Values, key: OperationKey, operands: Operands, kind: Type) -> int | None:
-    """Return the larger or the smaller of two indices, where one of them always is."""
+    """Return the maximum or minimum of two indices, if one of them is always the larger."""
     first, second = (scalar(values, a) for a in operands)
     if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
         return None
@@ -130,7 +130,7 @@ def _is_number(node: Node) -> bool:
 def grid_steps(
     shape: tuple[int, ...], steps: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the steps of a grid in another shape, None where there are none."""
+    """Return the increments of a grid after a reshape, None if it has none."""
     sized = [(n, step) for n, step in zip(shape, steps, strict=True) if n != 1]
     found = []
     for n in reversed(wanted):

@@ -1,8 +1,8 @@
-"""Jaxpr -> flat equations: calls, loops of one iteration and branches that are sure to be taken replaced by their
-bodies, identities by their operands.
+"""Jaxpr -> flat equations: bodies in place of calls, of loops with one iteration and of branches that are certain to be
+taken; operands in place of identities.
 
-Law: evaluating the flat equations gives what the jaxpr gives; each keeps its own source line, its name stack is that of
-the calls around it with its own below.
+Invariant: evaluating the flat equations gives the jaxpr's results. Each keeps its source line; its name stack is that
+of the surrounding calls with its own below.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,11 +37,11 @@ _DERIVATIVES = {
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
 _PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
-"""The platforms of whole programs: kernels within them may be for others, as Pallas' for a TPU are."""
+"""The platforms of whole programs. Kernels inside them may be for others, such as Pallas kernels for a TPU."""
 
 _IDENTITIES = frozenset({"name", "copy", "copy_p"})
 CALLS = frozenset({*_CALLS, *_DERIVATIVES})
-"""Equations that evaluate one jaxpr of their operands."""
+"""Equations that evaluate one jaxpr with their operands."""
 
 _MARKS = frozenset({"stop_gradient", "jaxremat_hint"})  # identities that mean something to differentiation
 
@@ -49,9 +49,9 @@ _MARKS = frozenset({"stop_gradient", "jaxremat_hint"})  # identities that mean s
 class Inliner:
     """Inlines one program; constants of all bodies become constants of the whole.
 
-    **Arguments:** `respect_checkpoint` leaves the regions of the backward pass that the user's own checkpoints compute
-    again as they are; `derivatives`: the program is to be differentiated yet, so that functions with derivatives of
-    their own stay calls, and marks stay where they are.
+    **Arguments:** `respect_checkpoint` keeps the regions that the user's own checkpoints recompute in the backward pass
+    as they are; `derivatives`: the program will be differentiated later, so functions with derivatives of their own
+    stay calls, and hints stay where they are.
 
     **Fields:** `constvars` and `consts` met so far; `labels` the user's `checkpoint_name`s by variable; `rematted`
     whether a checkpoint of the user's own was inlined; `hints` the marks of `jaxremat.hint`.
@@ -71,14 +71,16 @@ class Inliner:
         self._numbers: dict[Any, jex.Literal] = {}  # what literals were converted to
 
     def branch(self) -> "Inliner":
-        """Return an inliner that goes on from here, while this one stays as it is."""
+        """Return an inliner that continues from this state without changing it."""
         found = Inliner(respect_checkpoint=self.respect_checkpoint, derivatives=self.derivatives)
         for name, value in vars(self).items():
             setattr(found, name, value.copy() if isinstance(value, (list, dict)) else value)
         return found
 
     def forget_rows(self) -> None:
-        """Read the rows of stacks of one anew from now on: others may have left out what made them, or moved it."""
+        """Read the rows of stacks again from now on: other passes may have removed or moved the equations that computed
+        them.
+        """
         self._row_of.clear()
 
     def program(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -97,9 +99,9 @@ class Inliner:
         *,
         marks: bool = False,
     ) -> list[Atom]:
-        """Append a body's flat equations for these operands below a call's source info; returns its results.
+        """Append a body's flat equations for these operands below a call's source info; return its results.
 
-        **Arguments:** `marks` leaves names and hints where they are, for when the body is inlined for good.
+        **Arguments:** `marks` keeps names and hints, for bodies that are inlined for good.
         """
         jaxpr, consts = _compat.opened(closed)
         known = [self.constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
@@ -177,7 +179,7 @@ class Inliner:
         return [read(a) for a in jaxpr.outvars]
 
     def _iteration(self, eqn: jex.JaxprEqn, into: list[jex.JaxprEqn], marks: bool) -> list[Atom]:
-        """Append the one iteration of a scan; returns the scan's results."""
+        """Append the one iteration of a scan; return the scan's results."""
         consts, init, scanned = _compat.scan_operands(eqn)
         rows = [self._row(a, eqn.source_info, into) for a in scanned]
         operands = [*consts, *init, *rows]
@@ -209,7 +211,7 @@ class Inliner:
 
 
 def body_of(eqn: jex.JaxprEqn) -> Any | None:
-    """Return the jaxpr that an equation evaluates of its operands; None of equations that do something else."""
+    """Return the jaxpr that an equation evaluates with its operands, None for other equations."""
     body = eqn.params.get((_CALLS | _DERIVATIVES).get(eqn.primitive.name, ""))
     if body is None:
         return None
@@ -226,18 +228,18 @@ def _append(
     info: SourceInfo,
     into: list[jex.JaxprEqn],
 ) -> None:
-    """Append the one equation that a function of an atom is, under the name of its result."""
+    """Append the one equation of a function of an atom, under the name of its result."""
     of = jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype)
     into.extend(inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
 
 
 def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: SourceInfo | None) -> frozenset[int]:
-    """Return the barriers, by position, behind which checkpoints begin to compute again.
+    """Return the barriers, by position, behind which checkpoints start to recompute.
 
-    Under `jax_remat3` no equation of the backward pass holds a checkpoint's region. What the region reads passes
-    through a barrier of its name stack: below that are what is computed again and what is transposed of it.
+    Under `jax_remat3`, no equation of the backward pass contains a checkpoint's region. The region's operands pass a
+    barrier with a name stack of its own; the recomputed equations and their transposes are below that name.
 
-    **Arguments:** `outer` the source info of the call or loop that the equations are the body of.
+    **Arguments:** `outer` the source info of the call or loop that contains the equations.
     """
     readers: dict[Any, list[Any]] = {}
     for eqn in eqns:
@@ -256,13 +258,13 @@ def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: SourceInfo | None) -> f
 
 
 def _computes_again(eqn: jex.JaxprEqn, info: SourceInfo) -> bool:
-    """Return whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
+    """Return whether a checkpoint stands in the backward pass, where it recomputes values that it did not save."""
     in_backward = is_backward(eqn.replace(source_info=info))
     return in_backward and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
 
 
 def index_on_every_platform(eqn: jex.JaxprEqn) -> int | None:
-    """Return the branch that a choice by platform takes wherever a whole program may run; None where that differs."""
+    """Return the branch that a choice by platform takes on every platform of whole programs, None if they differ."""
     *named, otherwise = eqn.params["platforms"]
     if otherwise is not None or not _PLATFORMS.isdisjoint(name for names in named for name in names or ()):
         return None
@@ -270,7 +272,7 @@ def index_on_every_platform(eqn: jex.JaxprEqn) -> int | None:
 
 
 def _converted(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> jex.Literal | None:
-    """Return the literal that a literal is converted to, if it is the same number; None of other equations."""
+    """Return a literal converted to another type, if it is the same number; None for other equations."""
     if eqn.primitive.name != "convert_element_type" or not _compat.is_literal(invars[0]):
         return None
     value = np.asarray(invars[0].val)
@@ -279,7 +281,7 @@ def _converted(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> jex.Literal | None:
 
 
 def is_identity(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> bool:
-    """Return whether the only result is the only operand, of the same type."""
+    """Return whether the only result is the only operand, with the same type."""
     if len(invars) != 1 or len(eqn.outvars) != 1 or invars[0].aval != eqn.outvars[0].aval:
         return False
     if eqn.primitive.name == "reduce_precision":
@@ -289,7 +291,7 @@ def is_identity(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> bool:
 
 
 def _each_placed(eqn: jex.JaxprEqn) -> list[Any]:
-    """Return a `jax.device_put` of several arrays as one of each."""
+    """Return a `jax.device_put` of several arrays as one for each."""
     several = ("devices", "srcs", "copy_semantics")
     found = []
     for i, (a, v) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
@@ -305,10 +307,11 @@ def followed(
     body: Callable[[_compat.AnyJaxpr, list[T]], Sequence[T]],
     results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
 ) -> list[T]:
-    """Return what is said of a body's results, by what `results` says of each equation that these or effects need.
+    """Propagate facts through a body, for the equations that these results or effects need, and return the facts about
+    the results.
 
-    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals, `body` of
-    the results of a call's body.
+    **Arguments:** `results` the rule for an equation; `known` the facts about variables, to which more are added;
+    `literal` the rule for literals, `body` for the results of a call's body.
     """
 
     def read(atom: Atom) -> T:

@@ -1,4 +1,4 @@
-"""JAX's primitives by what XLA makes of them: contractions, loops, reductions, layout changes, pointwise work."""
+"""JAX's primitives by their treatment in XLA: contractions, loops, reductions, layout changes, pointwise work."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,10 +12,10 @@ from . import _compat
 from ._compat import AbstractValue, AnyJaxpr, shaped
 
 SUMS = ("add", "add_any")
-"""Sums of two arrays; the second are those of cotangents."""
+"""Additions of two arrays; `add_any` adds cotangents."""
 
 PLACES = ("sharding", "out_sharding")
-"""The parameters that say where an equation's result is."""
+"""The parameters that give the devices and the memory of an equation's result."""
 
 _CONTRACTIONS = frozenset(
     {
@@ -126,14 +126,14 @@ _UNREPEATABLE = frozenset(
 
 
 def is_contraction(eqn: jex.JaxprEqn) -> bool:
-    """Contractions, loops and opaque calls: where a step's time goes."""
+    """Return whether an equation is a contraction, a loop or an opaque call, which take most of a step's time."""
     name = eqn.primitive.name
     return name in _CONTRACTIONS or name in _LOOPS or name in _CALLS or name in _LIBRARY or bool(eqn.effects)
 
 
 def contracts(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation is a contraction; of a choice, or of a function with its derivative, whether any is
-    within.
+    """Return whether an equation is a contraction; for a choice, or a function with its derivative, whether any inside
+    is.
     """
     if eqn.primitive.name in ("cond", "custom_jvp_call"):
         return any(contracts(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
@@ -141,12 +141,14 @@ def contracts(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_product(eqn: jex.JaxprEqn) -> bool:
-    """Products and convolutions: where both operands are divided alike, every device has a part of a sum."""
+    """Return whether an equation is a product or convolution. If both operands are divided alike, each device has a
+    partial sum.
+    """
     return eqn.primitive.name in _CONTRACTIONS
 
 
 def is_fusion_root(eqn: jex.JaxprEqn) -> bool:
-    """Return work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
+    """Return whether an equation is a kernel of its own, which no reader absorbs and whose results are in memory."""
     name = eqn.primitive.name
     return (
         is_contraction(eqn)
@@ -160,13 +162,13 @@ def is_fusion_root(eqn: jex.JaxprEqn) -> bool:
 
 
 def reads_memory(eqn: jex.JaxprEqn) -> bool:
-    """Return work whose operands must be in memory: it cannot absorb their producers."""
+    """Return whether an equation's operands must be in memory, because it cannot absorb their producers."""
     name = eqn.primitive.name
     return is_contraction(eqn) or name in _COLLECTIVES or is_barrier(eqn)
 
 
 def is_barrier(eqn: jex.JaxprEqn) -> bool:
-    """Return what keeps XLA from moving or merging work across it."""
+    """Return whether XLA cannot move or merge work across an equation."""
     return eqn.primitive.name == "optimization_barrier"
 
 
@@ -176,18 +178,18 @@ def on_host(aval: AbstractValue) -> bool:
 
 
 def on_mesh(aval: AbstractValue) -> bool:
-    """Return whether a type says on which devices its values are."""
+    """Return whether a type gives the devices of its values."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def is_fetch(eqn: jex.JaxprEqn) -> bool:
-    """Return a copy from host memory to the device."""
+    """Return whether an equation copies from host memory to the device."""
     return _copies(eqn) and on_host(eqn.invars[0].aval) and not on_host(eqn.outvars[0].aval)
 
 
 def is_put(eqn: jex.JaxprEqn) -> bool:
-    """Return a copy from the device to host memory."""
+    """Return whether an equation copies from the device to host memory."""
     return _copies(eqn) and not on_host(eqn.invars[0].aval) and on_host(eqn.outvars[0].aval)
 
 
@@ -196,47 +198,49 @@ def _copies(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_view(eqn: jex.JaxprEqn) -> bool:
-    """Return a change of shape alone: the result shares its operand's memory."""
+    """Return whether an equation only changes the shape: the result shares its operand's memory."""
     return eqn.primitive.name in _VIEWS
 
 
 def is_relabelling(eqn: jex.JaxprEqn) -> bool:
-    """Return a view or a transposition, which contractions fold into the way they read their operand."""
+    """Return whether an equation is a view or a transposition, which contractions absorb into the reading of an
+    operand.
+    """
     return is_view(eqn) or eqn.primitive.name == "transpose"
 
 
 IN_CHUNKS = "in_chunks"
-"""The name of the call for rows in chunks, inside which nothing is planned."""
+"""The name of the call for rows in chunks. Nothing inside it is planned."""
 
 
 def is_in_chunks(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation is such a call."""
+    """Return whether an equation is a call for rows in chunks."""
     return eqn.params.get("name") == IN_CHUNKS
 
 
 def is_light(eqn: jex.JaxprEqn) -> bool:
-    """Data movement that kernels absorb at no arithmetic."""
+    """Return whether an equation is data movement that kernels absorb without arithmetic."""
     return eqn.primitive.name in _LIGHT or is_view(eqn)
 
 
 def is_window(eqn: jex.JaxprEqn) -> bool:
-    """Return a part of an array, of which no more is read than the result has."""
+    """Return whether an equation reads a part of an array, and no more than its result has."""
     return eqn.primitive.name in ("slice", "dynamic_slice")
 
 
 def is_placed(eqn: jex.JaxprEqn) -> bool:
-    """Return whether the program says on which devices the result is: by axes of a mesh that are in types."""
+    """Return whether the result's type gives its devices, by axes of a mesh."""
     meshes = (each.mesh for name in PLACES if (each := eqn.params.get(name)) is not None)
     return any(kind != AxisType.Auto for mesh in meshes if not mesh.empty for kind in mesh.axis_types)
 
 
 def is_placing(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation does nothing but say where a value is."""
+    """Return whether an equation only moves or places a value."""
     return eqn.primitive.name == "sharding_constraint"
 
 
 def is_write(eqn: jex.JaxprEqn) -> bool:
-    """Return an update of a part of an array, which is written over it."""
+    """Return whether an equation overwrites a part of an array."""
     return eqn.primitive.name == "dynamic_update_slice"
 
 
@@ -251,10 +255,11 @@ def is_loop_slice(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_backward(eqn: jex.JaxprEqn) -> bool:
-    """Return whether automatic differentiation made the equation for the backward pass, as the outermost
+    """Return whether automatic differentiation created the equation for the backward pass, as the outermost
     transformation.
 
-    What is transposed below a `jvp` is of a gradient that is itself differentiated, and of its forward pass.
+    An equation that is transposed below a `jvp` belongs to a gradient that is itself differentiated, in its forward
+    pass.
     """
     stack = _compat.name_stack_text(eqn)
     transposed = stack.find("transpose(")
@@ -262,65 +267,66 @@ def is_backward(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_pointwise(eqn: jex.JaxprEqn) -> bool:
-    """Return whether each entry of the result is made of the same entry of the operands, and of scalars."""
+    """Return whether each entry of the result depends on the same entry of the operands, and on scalars."""
     return eqn.primitive.name in _POINTWISE
 
 
 def pointwise_names() -> frozenset[str]:
-    """Return the names of such work."""
+    """Return the names of pointwise primitives."""
     return _POINTWISE
 
 
 def is_costly(eqn: jex.JaxprEqn) -> bool:
-    """Return pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the
-    result.
+    """Return whether an equation is pointwise work of many operations per entry, which XLA does not repeat in each
+    kernel that reads the result.
     """
     return eqn.primitive.name in _COSTLY
 
 
 def is_threefry(eqn: jex.JaxprEqn) -> bool:
-    """Return whether the equation makes random words by JAX's own generator, of some hundred operations a word."""
+    """Return whether the equation draws random words with JAX's default generator, at several hundred operations a
+    word.
+    """
     name = eqn.primitive.name
     return name == "threefry2x32" or (name == "random_bits" and "fry" in str(shaped(eqn.invars[0]).dtype))
 
 
 def is_random(eqn: jex.JaxprEqn) -> bool:
-    """Return whether the equation makes random words, by any generator."""
+    """Return whether the equation draws random words, with any generator."""
     return eqn.primitive.name in ("threefry2x32", "random_bits", "rng_bit_generator")
 
 
 def is_draw(eqn: jex.JaxprEqn) -> bool:
-    """Return whether the equation makes keys of a generator, or random words."""
+    """Return whether the equation creates keys of a generator, or draws random words."""
     return is_random(eqn) or eqn.primitive.name.startswith("random_")
 
 
 def is_repeatable(eqn: jex.JaxprEqn) -> bool:
-    """Return whether running the equation twice is invisible: no effects, no callbacks, no collectives.
-
-    What its bodies do to references of their own, as kernels do, is no effect of the equation.
+    """Return whether running the equation twice cannot be observed: no effects, no callbacks, no collectives. Effects
+    on references of its own, as in kernels, do not count.
     """
     return not runs_once(eqn) and not _holds(eqn, _COLLECTIVES | (LOOP_EDGES - LOOP_SLICES))
 
 
 def runs_once(eqn: jex.JaxprEqn) -> bool:
-    """Return whether another run of the equation could be seen, by what it gives or does: it has effects, calls the
-    host, draws from a state of the device, or reads what is fed in.
+    """Return whether another run of the equation could be observed, by its results or otherwise: it has effects, calls
+    the host, draws from a device's state, or reads an infeed.
 
-    Such an equation is neither repeated, nor merged with an equal one, nor moved past another one of these. If nothing
-    reads what it makes, it is removed where it has no effects, as `jax.jit` does.
+    Such an equation is neither repeated, nor merged with an equal one, nor moved past another of these. If nothing
+    reads its results and it has no effects, it is removed, as `jax.jit` does.
     """
     return bool(eqn.effects) or runs_in_order(eqn)
 
 
 def runs_in_order(eqn: jex.JaxprEqn) -> bool:
-    """Return whether another order of equations, or another run of one, gives something else: not of collectives, which
-    run once because they take time.
+    """Return whether another order of equations, or another run of one, changes results. Collectives do not: they run
+    once because they take time.
     """
     return _compat.has_effects(eqn) or _holds(eqn, _UNREPEATABLE)
 
 
 def _holds(eqn: jex.JaxprEqn, names: frozenset[str]) -> bool:
-    """Return whether the equation, or one of its bodies' equations, is of one of these primitives."""
+    """Return whether the equation, or an equation of its bodies, is one of these primitives."""
     return eqn.primitive.name in names or any(
         not names.isdisjoint(_names_inside(jaxpr)) for jaxpr in inner_jaxprs(eqn)
     )
@@ -330,7 +336,7 @@ _INSIDE: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
 def _names_inside(jaxpr: AnyJaxpr) -> frozenset[str]:
-    """Return the names of a body's primitives, and of those of the bodies in it. It is asked many times of the same."""
+    """Return the names of a body's primitives, and of those in its own bodies; cached."""
     if (found := _INSIDE.get(jaxpr)) is None:
         deeper = (_names_inside(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
         found = frozenset(eqn.primitive.name for eqn in jaxpr.eqns).union(*deeper)

@@ -1,9 +1,9 @@
 """Program that reads and writes references (`jax.new_ref`) -> the same as a function of their values.
 
-A reference is an argument, closed over, or made within. What is read of it becomes a value, what is written another
-one, in loops a carry; so reads and writes keep their order by what they are made of, and are planned as all else is.
-Compilers do the same. Law: the function of values gives what the program returns, then what the references hold at its
-end.
+A reference is an argument, closed over, or created inside. A read becomes a value and a write a new value, in loops a
+carry. So data dependencies keep reads and writes in order, and they are planned like all else. Compilers do the same.
+
+Invariant: the function of values returns the program's results, then the final values of the references.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from . import _compat
 
 @dataclass(frozen=True)
 class References:
-    """The references that a program has from outside.
+    """The references that a program receives from outside.
 
-    **Fields:** `held` those that it closes over, whose values are its first arguments now; `places` of the others among
-    the arguments that it had; `written` for each, `held` ones first, whether it is written; `results` how many the
-    program has of its own.
+    **Fields:** `held` those that it closes over, whose values are now its first arguments; `places` of the others among
+    its original arguments; `written` for each, `held` ones first, whether it is written; `results` the number of the
+    program's own results.
     """
 
     held: tuple[Any, ...]
@@ -30,12 +30,12 @@ class References:
     results: int
 
     def donated(self, donated: Sequence[bool]) -> tuple[bool, ...]:
-        """Return which arguments may be written over: of references those that are written."""
+        """Return which arguments may be overwritten: of references those that are written."""
         own = dict(zip(self.places, self.written[len(self.held) :], strict=True))
         return (*self.written[: len(self.held)], *(own.get(i, given) for i, given in enumerate(donated)))
 
     def run(self, evaluate: Callable[..., Sequence[object]], leaves: Sequence[Any]) -> Sequence[Any]:
-        """Call a function of values for arguments with references, and write these."""
+        """Call a function of values with arguments that include references, and write the references."""
         known = [*self.held, *(leaves[i] for i in self.places)]
         values = [leaf[...] if i in self.places else leaf for i, leaf in enumerate(leaves)]
         made = evaluate(*(ref[...] for ref in self.held), *values)
@@ -46,8 +46,8 @@ class References:
 
 
 def of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, References | None]:
-    """Return the program as a function of values, and the references that it has from outside; the program itself, and
-    None, where it has no references, or where JAX cannot do without them.
+    """Return the program as a function of values, and the references that it receives from outside; the program itself,
+    and None, if it has no references or JAX cannot remove them.
     """
     if not _compat.has_references(closed):
         return closed, None

@@ -191,8 +191,7 @@ class Values:
     def rebuilt(
         self, values: Sequence[int], swapped: Mapping[int, int], placed: Mapping[int, Affine]
     ) -> list[int]:
-        """Return values with some nodes replaced, and places substituted for some symbols. **Raises:** `CaptureError`.
-        """
+        """Return values with some nodes and symbols substituted. **Raises:** `CaptureError`."""
         return _Rebuilding(self, swapped).values(values, dict(placed))
 
 
