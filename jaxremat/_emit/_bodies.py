@@ -1,8 +1,8 @@
-"""Flat jaxpr of a function -> the same with every value named and every equation numbered, to find them again.
+"""Flat jaxpr of a function -> the same with every value named and every equation numbered.
 
-JAX's checkpoint policies see no equation's identity, only names. So each value gets one (`checkpoint_name`), and each
-equation a scope of its own, by which what automatic differentiation makes of it is recognised. The bodies of scans are
-bodies of their own, because what happens inside an iteration is planned too.
+JAX's checkpoint policies see names, not equations. So each value gets a name (`checkpoint_name`), and each equation a
+scope by which the equations of its derivative are recognised. The bodies of scans have numbers of their own, because
+the inside of an iteration is planned too.
 """
 
 import re
@@ -44,7 +44,7 @@ class Body:
             yield from scanned.walk()
 
     def called(self) -> dict[str, str]:
-        """Return the user's names of values by those that they have here."""
+        """Return the user's names of values by their names here."""
         return {
             name_of(body.numbers[i], j): body.labels[v]
             for body in self.walk()
@@ -55,7 +55,7 @@ class Body:
 
 
 def bodies(closed: jex.ClosedJaxpr, labels: dict[jex.Var, str], first: int = 0) -> Body:
-    """Return the bodies of a flat jaxpr, whose equations are numbered from `first` on; bodies become flat, too."""
+    """Return the bodies of a flat jaxpr, numbered from `first` on; inner bodies become flat, too."""
     numbers, inner = [], {}
     for i, eqn in enumerate(closed.jaxpr.eqns):
         numbers.append(first)
@@ -74,18 +74,18 @@ def name_of(number: int, output: int) -> str:
 
 
 def number_of(scope: str) -> int | None:
-    """Return the number of the equation that an equation with this name stack was made from."""
+    """Return the number of the equation from which an equation with this name stack was derived."""
     found = _NUMBER.findall(scope)
     return int(found[-1]) if found else None
 
 
 def without_numbers(scope: str) -> str:
-    """Return a name stack as it was before."""
+    """Return a name stack without the scopes of numbers."""
     return re.sub(r"/?#\d+", "", scope).replace("()", "")
 
 
 Naming = Callable[[Any, dict[int, str]], list[Any]]
-"""How an equation's results get their names; see `_naming`."""
+"""A function that names an equation's results; see `_naming`."""
 
 
 def numbered(body: Body, naming: Naming = named_behind) -> jex.ClosedJaxpr:
@@ -110,9 +110,8 @@ def copied(
     chosen: Callable[[str], bool],
     naming: Naming,
 ) -> list[jex.JaxprEqn]:
-    """Copies of some of a body's equations, with names for those of their results whose name is chosen.
-
-    **Arguments:** `rename` maps the body's variables to those that stand for them; results are added.
+    """Return copies of some of a body's equations, with names for chosen results. **Arguments:** `rename` maps the
+    body's variables to their replacements; results are added.
     """
     eqns: list[Any] = []
     for i in positions:

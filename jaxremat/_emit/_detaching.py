@@ -1,8 +1,8 @@
-"""Emitted equations -> the same, where chosen arrays are read by everyone behind a barrier of their own.
+"""Emitted equations -> the same, with chosen arrays read by all readers behind a barrier of their own.
 
-XLA may write a kernel's result over an array that the kernel reads from its maker and, through a barrier, a second time
-(`_compiler._overwritten_reads`). Where nothing but a barrier reads the array from its maker, it does not. The barrier
-names the array twice, since XLA:GPU replaces a barrier of a single operand by that operand.
+XLA may write a kernel's result over an array that the kernel reads twice: from its producer and, through a barrier, by
+another name (`_compiler._overwritten_reads`). It does not if only a barrier reads the array from its producer. The
+barrier names the array twice, because XLA:GPU replaces a barrier with a single operand by that operand.
 
 Invariant: the results are the same, bit by bit; no other equation is added or moved.
 """
@@ -20,15 +20,15 @@ from .._rewrite._flat_program import Loop
 from .._rewrite._loop_inlining import LAST, STACK
 
 SCOPE = re.compile(r"barrier_\w+")
-"""The name of a barrier of this library in a name stack."""
+"""The scope of this library's barriers in name stacks."""
 
 
 @dataclass
 class Detached:
-    """The arrays that are behind barriers of their own.
+    """The arrays that get barriers of their own.
 
-    **Fields:** `passing` names them by barriers that they pass; `arrays` those of schedules of the same traced step
-    that were emitted before: where they pass a barrier again, they are detached again, and named in `passing`.
+    **Fields:** `passing` their names by the barriers that they pass; `arrays` those of earlier schedules of the same
+    traced step: where they pass a barrier again, they are detached again, and added to `passing`.
     """
 
     passing: tuple[Passing, ...] = ()
@@ -47,8 +47,8 @@ def detach(
 ) -> tuple[list[JaxprEqn], list[int], list[Var | jex.Literal]]:
     """Put the arrays that pass these barriers behind barriers of their own.
 
-    **Arguments:** `loop_of` for each equation the loop in whose iterations it is, -1 for none; `outvars` the program's
-    results; `detached` the arrays, of which it knows more afterwards.
+    **Arguments:** `loop_of` the loop that contains each equation, -1 for none; `outvars` the program's results;
+    `detached` the arrays, to which more are added.
 
     **Returns:** equations, the loop of each, and results.
     """
@@ -73,7 +73,7 @@ def detach(
 
 
 def _chosen(eqns: Sequence[JaxprEqn], detached: Detached) -> set[Var]:
-    """Return the arrays to detach, and note their names and themselves."""
+    """Return the arrays to detach, and add them to `detached`."""
     passed = dict(_passed(eqns))
     chosen = {var for at in detached.passing for var in passed.get(at, ())}
     again = [at for at, made in passed.items() if detached.arrays.intersection(made) - chosen]
@@ -84,8 +84,8 @@ def _chosen(eqns: Sequence[JaxprEqn], detached: Detached) -> set[Var]:
 
 
 def _passed(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[Passing, list[Var]]]:
-    """Yield for each operand of this library's barriers the array, as it is made: before other barriers and turned
-    axes.
+    """Yield for each operand of this library's barriers the array as its producer wrote it: before other barriers and
+    transpositions.
     """
     maker: Mapping[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
     for eqn in eqns:

@@ -1,7 +1,7 @@
 """Joint program + graph + schedule -> its forward and its backward pass as two jaxprs.
 
-Law: the forward pass hands on what the schedule saves and nothing else that it makes. What is fused there, the backward
-pass computes again. Its recomputation waits behind barriers, the first of them for the cotangents.
+Invariant: the forward pass returns the values that the schedule saves, and no other intermediate value. The backward
+pass recomputes its fused values, behind barriers of which the first waits for the cotangents.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,14 @@ from ._joint import Joint
 
 @dataclass(frozen=True)
 class Halves:
-    """**Fields:**
+    """A forward and a backward pass.
+
+    **Fields:**
 
     - `forward` maps the primals to the results, then the saved values.
     - `backward` maps the saved values, the primals whose indices are in `read` and the cotangents to the cotangents of
       the primals.
-    - `results` how many of the forward pass's outputs are the function's.
+    - `results` the number of the forward pass's outputs that are the function's.
     """
 
     forward: jex.ClosedJaxpr

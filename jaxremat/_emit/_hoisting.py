@@ -1,9 +1,9 @@
-"""Graph + equations -> the work that the compiler hoists far ahead of its readers, unless a barrier prevents it.
+"""Graph + equations -> the equations that the compiler runs far ahead of their readers, unless a barrier prevents it.
 
-XLA:CPU fills arrays with zeros, broadcasts small operands and copies operands of contractions into other layouts as
-early as it can. It recomputes a pointwise result in kernels that read it, from operands that it keeps for that, but
-computes a costly one within kernels of both passes once, and keeps it. On other platforms, kernels do all of this where
-it is needed.
+XLA:CPU fills arrays with zeros, broadcasts small operands and copies contractions' operands into other layouts as early
+as it can. It recomputes cheap pointwise results in the kernels that read them, from operands that it keeps for that
+purpose. Costly ones it computes once inside kernels of both passes, and keeps. On other platforms, kernels do all of
+this where it is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,8 @@ ZERO = _compat.literal(np.float32(0))
 
 
 class Hazards:
-    """The work that a compiler hoists in a step.
-
-    **Arguments:** `source` the equations of the graph's nodes; for each variable `readers` the nodes that read it, and
-    `value_of` its value.
+    """The equations of a step that a compiler hoists. **Arguments:** `source` the equations of the graph's nodes;
+    `readers` the nodes that read each variable; `value_of` each variable's value.
     """
 
     def __init__(
@@ -44,10 +42,8 @@ class Hazards:
 
     @mechanism("hoisting", off=lambda *_: False)
     def early(self, n: int, var: jex.Var) -> bool:
-        """Return whether the compiler may make something large of an operand long before the equation runs, or keep
-        something to make it of.
-
-        A contraction's operand it copies into another layout; a small one it broadcasts.
+        """Return whether the compiler may compute a large value from an operand long before the equation runs, or keep
+        a value for that. It copies a contraction's operand into another layout, and broadcasts a small operand.
         """
         if not self.graph.backend.materialises_eagerly or is_loop_edge(self.source[n]):
             return False
@@ -56,8 +52,8 @@ class Hazards:
         return n in self.loads or small or self._kept_for(n, var)
 
     def fills(self, n: int) -> bool:
-        """Return whether the compiler may fill an array with zeros for an equation, at any time: to be it, or for the
-        kernel of a pooling, which takes in a ReLU but not the zeros that all of the step's share.
+        """Return whether the compiler may fill an array with zeros at any time for an equation: as its result, or for
+        the kernel of a pooling, which absorbs a ReLU but not the zeros that the whole step shares.
         """
         eqn = self.source[n]
         if eqn.primitive.name == "max" and self.graph.backend.materialises_eagerly:
@@ -66,9 +62,9 @@ class Hazards:
         return is_zero(eqn)
 
     def _kept_for(self, n: int, var: jex.Var) -> bool:
-        """Return whether the compiler may keep more than what is saved for an equation of the backward pass that
-        reads a residual: of pointwise results the operands, since a kernel that reads them can as well read those,
-        and of costly ones within the kernels of both passes the result.
+        """Return whether the compiler may keep more than the saved values for an equation of the backward pass that
+        reads a residual: the operands of a pointwise result, because kernels can read those as well, and the result of
+        a costly one inside kernels of both passes.
         """
         value = self.value_of.get(var)
         if value is None or self.graph.nodes[n].loop >= 0:
@@ -78,8 +74,8 @@ class Hazards:
         return value in self.costly or any(map(self._is_cheap, self.graph.sources[value]))
 
     def _is_cheap(self, value: int) -> bool:
-        """Return whether kernels that read a large value make it instead: nothing costly, which the compiler
-        does once.
+        """Return whether kernels that read a large value compute it themselves: nothing costly, which the compiler
+        computes once.
         """
         if not self._is_pointwise(value):
             return False
@@ -87,7 +83,7 @@ class Hazards:
         return not is_costly(self.source[maker]) and self.costly.isdisjoint(self.graph.nodes[maker].inputs)
 
     def _is_pointwise(self, value: int) -> bool:
-        """Return whether a large value is the one result of a kernel that others could be part of."""
+        """Return whether a large value is the only result of a kernel that others could absorb."""
         made = self.graph.values[value]
         if made.producer < 0 or made.nbytes <= self.graph.small_nbytes:
             return False
@@ -95,7 +91,7 @@ class Hazards:
         return len(node.outputs) == 1 and not node.fusion_root and node.loop < 0
 
     def _costly(self) -> set[int]:
-        """Large values of the forward pass that are costly to make, and in no memory."""
+        """Large values of the forward pass that are costly to compute and not in memory."""
         costly: set[int] = set()
         for node in self.graph.nodes[: self.graph.forward_stop]:
             if is_costly(self.source[node.id]) or not costly.isdisjoint(node.inputs):
@@ -105,7 +101,7 @@ class Hazards:
         return costly
 
     def _loads(self) -> set[int]:
-        """Return the backward pass's contractions, and what only changes the layout of their operands."""
+        """Return the backward pass's contractions, and the equations that only change the layout of their operands."""
         loads: set[int] = set()
         for n in reversed(range(self.graph.forward_stop, len(self.source))):
             eqn = self.source[n]
@@ -124,10 +120,10 @@ def is_zero(eqn: jex.JaxprEqn) -> bool:
 
 
 def _is_large_of_zero(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation makes something large of a float32 zero."""
+    """Return whether an equation computes a large value from a float32 zero."""
     return any(map(is_zero_literal, eqn.invars)) and aval_nbytes(eqn.outvars[0].aval) > 2**20
 
 
 def is_zero_literal(atom: Any) -> bool:
-    """Return whether it is a float32 zero written into the equation."""
+    """Return whether an operand is a float32 zero written into the equation."""
     return _compat.is_literal(atom) and atom.aval == ZERO.aval and atom.val == 0

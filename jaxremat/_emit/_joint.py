@@ -1,9 +1,11 @@
 """Function that is differentiated later + argument types -> `Joint`: its forward and its backward pass as one program.
 
-The function becomes a flat jaxpr whose constants are arguments too, so that what it closes over, tracers included, is
-differentiated like the rest. Only calls that mean nothing to differentiation are inlined; `custom_jvp` and `custom_vjp`
-functions stay. Law: the joint program maps (primals, cotangents of the differentiable results) to (results, cotangents
-of the differentiated primals), as `jax.vjp` does.
+The function becomes a flat jaxpr whose constants are arguments too, so that the values that it closes over, tracers
+included, are differentiated as well. Only calls without a meaning for differentiation are inlined; `custom_jvp` and
+`custom_vjp` functions stay.
+
+Invariant: the joint program maps (primals, cotangents of the differentiable results) to (results, cotangents of the
+differentiated primals), as `jax.vjp` does.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -32,10 +34,8 @@ from ._bodies import Body, bodies, numbered
 
 @dataclass(frozen=True)
 class Function:
-    """A function for arguments of certain types.
-
-    **Fields:** `body` its flat jaxpr without constants and with the user's own checkpoints undone; its first arguments
-    are `consts`, what it closes over; `out_tree` of its result.
+    """A function for arguments of certain types. **Fields:** `body` its flat jaxpr without constants and without the
+    user's own checkpoints; its first arguments are `consts`, the values that it closes over; `out_tree` of its result.
     """
 
     body: Body
@@ -60,9 +60,11 @@ class Function:
 
 @dataclass(frozen=True)
 class Joint:
-    """**Fields:** `body` the function; `traced` the joint program; `primals` how many of its arguments are the
-    function's, constants first; `results` how many of its outputs are; `plain_nbytes` what plain JAX keeps of what the
-    forward pass makes.
+    """A function's joint program.
+
+    **Fields:** `body` the function; `traced` the joint program; `primals` the number of its arguments that are the
+    function's, constants first; `results` the number of its outputs that are; `plain_nbytes` the residuals that plain
+    JAX keeps.
     """
 
     body: Body
@@ -73,12 +75,12 @@ class Joint:
 
     @property
     def called(self) -> dict[str, str]:
-        """The user's names of values by those that they have here."""
+        """Return the user's names of values by their names here."""
         return self.body.called()
 
 
 class NotReversibleError(ArgumentError):
-    """JAX has no backward pass for the function."""
+    """JAX cannot differentiate the function in reverse mode."""
 
 
 def is_inexact(aval: AbstractValue) -> bool:
@@ -104,7 +106,7 @@ def flattened(fn: Callable[..., object], leaves: Sequence[object]) -> Function:
 
 
 def in_parts(function: Function, division: Division) -> Function:
-    """Return the function in these parts."""
+    """Return the function with its work split into these parts."""
     labels = function.body.labels
     return replace(function, body=bodies(divided(function.closed, division, labels), labels))
 
@@ -112,8 +114,7 @@ def in_parts(function: Function, division: Division) -> Function:
 def called(
     program: Program, args: Args, kwargs: Kwargs, known: dict[Hashable, Function] | None = None
 ) -> tuple[Function, list[Any], tuple[Any, ...]]:
-    """Return a function for these arguments, those of them that are traced, and what tells one such call from
-    another.
+    """Return a function for these arguments, the traced ones among them, and a key that identifies such calls.
 
     **Arguments:** `known` the functions of earlier calls, to which this one's is added: Python runs once for each kind
     of arguments, as under `jax.checkpoint`.
@@ -142,10 +143,8 @@ def called(
 
 
 def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
-    """Return the joint program of a function, its values named as in `_bodies`, for the cotangents of the wanted
-    primals.
-
-    **Raises:** `NotReversibleError` where JAX cannot differentiate the function so.
+    """Return the joint program of a function, with values named as in `_bodies`, for the cotangents of the wanted
+    primals. **Raises:** `NotReversibleError` if JAX cannot differentiate the function in reverse mode.
     """
     evaluate = jex.jaxpr_as_fun(numbered(function.body))
     known = function.differentiable
@@ -179,7 +178,7 @@ def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
 
 
 def _kept_nbytes(flat: jex.ClosedJaxpr) -> int:
-    """Return the bytes of what the forward pass makes and the backward pass reads."""
+    """Return the bytes of the values that the forward pass computes and the backward pass reads."""
     made: set[Any] = set()
     read: set[Any] = set()
     for eqn in flat.jaxpr.eqns:

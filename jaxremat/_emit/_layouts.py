@@ -1,12 +1,10 @@
-"""Equations -> images' axes in the order of memory, in which they pass barriers.
+"""Equations -> the memory order of images' axes, in which they pass barriers.
 
-XLA:GPU keeps what it convolves in an order of its own, on GPUs before Hopper with channels before pixels, and calls its
-axes by that order from then on; only what passes a barrier keeps the program's own names for them. A kernel that
-reduces would then read the same order by two names, which XLA does not look through: it leaves the masks of what has
-passed, and other results that it writes with a reduction's otherwise, to kernels of their own.
-
-So images pass with their axes in the order of memory and are turned round behind the barrier: no kernel runs for
-either.
+XLA:GPU stores the images that it convolves in an order of its own (channels before pixels on GPUs before Hopper), and
+names their axes in that order from then on. Only a barrier's operands keep the program's order. A kernel with a
+reduction would then read one image by two orders, which XLA does not recognise as the same: it moves masks of the
+operand, and other results that it would write with the reduction's, to kernels of their own. So images pass barriers
+with their axes in memory order and are transposed back behind them. Neither transposition runs a kernel.
 """
 
 from collections.abc import Sequence
@@ -21,15 +19,15 @@ from .._runtime._mechanisms import mechanism
 _OTHERWISE = frozenset(
     {"transpose", "reshape", "broadcast_in_dim", "dot_general", "gather", "sort", "scan", "while", "cond"}
 )
-"""Results of these have no axes that are their operands'."""
+"""Equations whose results' axes are not their operands'."""
 
 
 @mechanism("image layouts", off=lambda *_: {})
 def axes_in_memory(
     eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
 ) -> dict[int, tuple[int, ...]]:
-    """Return for values that are images their axes from the outermost to the innermost, where that is not the
-    program's order; none without a chip.
+    """Return the axes of images from the outermost to the innermost in memory, where that is not the program's order;
+    none without a chip.
     """
     found: dict[int, tuple[int, ...]] = {}
     if chip is None:
@@ -58,9 +56,7 @@ def _rank(var: jex.Var) -> int:
 
 
 def _root(nodes: Sequence[Node], values: Sequence[Value], v: int) -> int:
-    """Return the node that makes what a value is the same numbers as, -1 for none: gradients read reversed
-    kernels.
-    """
+    """Return the node that computes the same numbers as a value, -1 for none: gradients read reversed kernels."""
     while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].fusion_root:
         (v,) = nodes[n].inputs
     return n

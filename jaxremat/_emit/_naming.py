@@ -1,8 +1,8 @@
-"""Equation + name for a result -> equations that name it so that its derivative, too, reads it by that name.
+"""Equation + name for a result -> equations that name it so that its derivative reads it by that name, too.
 
-Many derivatives read their own result: that of `tanh` is `1 - y**2`. A name put behind the equation is not what they
-read, so that a policy which saves the name keeps a value that nobody wants, and `y` is recomputed all the same. Where
-it is so, the equation becomes a `custom_jvp` function whose rule is the equation's own, reading the named result.
+Many derivatives read their own result: that of `tanh` is `1 - y**2`. They do not read a name that is put behind the
+equation, so a policy that saves the name would keep an unused value, and `y` would be recomputed all the same. For such
+equations, the equation becomes a `custom_jvp` function whose rule is the equation's own, reading the named result.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,19 @@ from .._program._splice import inlined
 
 
 def named(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[jex.JaxprEqn]:
-    """Return equations that make the equation's results, some of them under names.
-
-    **Arguments:** `names` by the place of a result.
+    """Return equations that compute the equation's results, some of them under names. **Arguments:** `names` by the
+    position of a result.
     """
     return _self_reading(eqn, names) or named_behind(eqn, names, _in_parts)
 
 
 def _whole(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[jex.JaxprEqn]:
-    """Return equations that give a value its name, by which it is called as the result."""
+    """Return equations that give a value its name, under which it is the result."""
     return [_compat.name_eqn(value, result, name, source_info)]
 
 
 def _in_parts(value: Atom, result: jex.Var, name: str, source_info: SourceInfo) -> list[jex.JaxprEqn]:
-    """Return the same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
+    """Return the same with both parts of a complex number named: `jax.checkpoint` fails if it saves the whole."""
     if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
         return _whole(value, result, name, source_info)
     closed = jax.make_jaxpr(lambda x: _put_together(x, name))(value.aval)
@@ -53,7 +52,7 @@ def named_behind(
     names: dict[int, str],
     give: Callable[[Atom, jex.Var, str, SourceInfo], list[jex.JaxprEqn]] = _whole,
 ) -> list[jex.JaxprEqn]:
-    """Return the equation, and others that give its results their names."""
+    """Return the equation, followed by equations that give its results their names."""
     outvars = list(eqn.outvars)
     after = []
     for i, name in names.items():
@@ -63,8 +62,8 @@ def named_behind(
 
 
 def _self_reading(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any] | None:
-    """Return the equation as a `custom_jvp` function, None where its derivative reads none of the named results, or
-    where it runs once.
+    """Return the equation as a `custom_jvp` function, None if its derivative reads none of the named results, or if it
+    may run only once.
     """
     if runs_once(eqn):
         return None
@@ -107,7 +106,7 @@ def _self_reading(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any] | None:
 
 
 def _reading_names(rule: jex.ClosedJaxpr, names: dict[jex.Var, str]) -> jex.ClosedJaxpr | None:
-    """Return the rule with these of its variables named, None where no equation reads them."""
+    """Return the rule with these of its variables named, None if no equation reads them."""
     jaxpr = rule.jaxpr
     if not any(a in names for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)):
         return None

@@ -1,13 +1,16 @@
-"""Bodies of a function + graph of its joint program -> where `jax.checkpoint`s begin and end, and what must be saved.
+"""Bodies of a function + graph of its joint program -> where `jax.checkpoint`s begin and end, and which values they
+save.
 
-One `jax.checkpoint` recomputes all that it drops at once, right before its own part of the backward pass. So each stage
-of the backward pass becomes a segment of the forward pass: the equations whose derivatives run in it. What one segment
-makes and another reads is an argument of that `jax.checkpoint`, and as such kept. A fused value is none: it is computed
-again in the segment that reads it. A call that holds what runs once (an effect, a draw, a call of the host) is a
-segment of its own, and no `jax.checkpoint`: a policy knows nothing of what is inside.
+One `jax.checkpoint` recomputes all values that it drops at once, right before its part of the backward pass. So each
+stage of the backward pass becomes a segment of the forward pass: the equations whose derivatives run in it. A value
+that one segment computes and another reads is an argument of that `jax.checkpoint`, and therefore kept. Fused values
+are not: each segment that reads one recomputes it.
 
-Law: the segments of a body hold each of its equations, in order; besides, those that are computed again, none of which
-runs once.
+A call that contains an equation which may run only once (an effect, a draw, a host call) is a segment without a
+`jax.checkpoint`, because a policy does not see inside it.
+
+Invariant: the segments of a body contain each of its equations once, in order. They also contain the equations that
+they recompute, all of which may run again.
 """
 
 from collections import Counter
@@ -28,22 +31,26 @@ from ._joint import Joint
 
 @dataclass(frozen=True)
 class Segment:
-    """**Fields:** `own` the positions of its equations in the body; `again` those of others that it computes too."""
+    """A stretch of a body. **Fields:** `own` the positions of its equations; `again` the positions of other equations
+    that it recomputes.
+    """
 
     own: tuple[int, ...]
     again: tuple[int, ...]
 
     @property
     def positions(self) -> list[int]:
-        """All that it computes, in order."""
+        """The positions of all equations that it computes, in order."""
         return sorted((*self.own, *self.again))
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """**Fields:** `segments` by the number of each body's first equation; `opened` the numbers of the scans whose
-    bodies are bodies with segments of their own; `alone` those of the equations that no `jax.checkpoint` may hold;
-    `crossing` the names of the values that segments hand on to others.
+    """The segments of a function.
+
+    **Fields:** `segments` by the number of each body's first equation; `opened` the numbers of the scans whose bodies
+    have segments of their own; `alone` the numbers of equations that no `jax.checkpoint` may contain; `crossing` the
+    names of the values that segments pass on to others.
     """
 
     segments: Mapping[int, tuple[Segment, ...]]
@@ -53,7 +60,7 @@ class Segmentation:
 
 
 def segmentation(joint: Joint, graph: Graph) -> Segmentation:
-    """Segments that follow the graph's stages; the names of its values are those of `_bodies`."""
+    """Return segments that follow the graph's stages. Its values' names are those of `_bodies`."""
     # equation's number -> the first stage that holds something of its derivative
     stage_of: dict[int, int] = {}
     for node in graph.nodes[graph.forward_stop :]:
@@ -73,8 +80,8 @@ def segmentation(joint: Joint, graph: Graph) -> Segmentation:
 
 
 def _alone(joint: Joint) -> frozenset[int]:
-    """Return the numbers of the equations that have effects, or of which a pass holds what runs once, if only
-    within a body or a derivative of their own: no name can be given to what is made there.
+    """Return the numbers of equations with effects, or with parts in either pass that may run only once, also inside
+    bodies or derivatives: values there cannot be named.
     """
     once = {number_of(_compat.name_stack_text(e)) for e in joint.traced.flat.jaxpr.eqns if runs_once(e)}
     return frozenset(
@@ -86,8 +93,8 @@ def _alone(joint: Joint) -> frozenset[int]:
 
 
 def restricted(graph: Graph, cut: Segmentation) -> Graph:
-    """Return the graph as far as `jax.checkpoint` can follow a schedule: what crosses is saved, what has no name is
-    not.
+    """Return the graph with the decisions that `jax.checkpoint` cannot follow fixed: crossing values are saved, unnamed
+    ones are not.
     """
     keeps = {
         graph.values[v].producer for v in range(len(graph.values)) if graph.values[v].name in cut.crossing
@@ -99,7 +106,7 @@ def restricted(graph: Graph, cut: Segmentation) -> Graph:
 
 
 def names_to_save(body: Body, cut: Segmentation, graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """Return the names of the saved values, without those that are only kept as arguments of other segments."""
+    """Return the names of the saved values, without those that are kept anyway as arguments of other segments."""
     segment_of: dict[int, int] = {}
     for i, (first, segments) in enumerate(cut.segments.items()):
         each = next(found for found in body.walk() if found.numbers and found.numbers[0] == first)
@@ -131,9 +138,7 @@ def _cut_bodies(body: Body, opened: Collection[int]) -> list[Body]:
 
 
 def _cut(body: Body, stage_of: Mapping[int, int], single: Collection[int]) -> list[list[int]]:
-    """Return the positions of a body's equations by stage, the last stage first; those of these numbers are
-    groups.
-    """
+    """Return the positions of a body's equations by stage, the last stage first. Equations in `groups` stay together."""
     groups: list[list[int]] = []
     last_first = list(reversed(range(len(body.numbers))))
     voting = [i for i in last_first if body.numbers[i] in stage_of]
@@ -154,10 +159,10 @@ def _made_nbytes(eqn: jex.JaxprEqn) -> int:
 
 
 def _rising(votes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the stages that never fall and differ least from these, each with its weight.
+    """Return the non-decreasing stages closest to these, each with its weight.
 
-    The derivatives of some equations run long after those of their neighbours: that of a running mean's decay, whose
-    result nothing else waits for. A weighted median of each stretch that would fall outvotes them (pool adjacent
+    The derivatives of some equations run long after those of their neighbours: that of a running mean's decay, for
+    example, whose result nothing waits for. A weighted median of each decreasing stretch outvotes them (pool adjacent
     violators: Best and Chakravarti, Mathematical Programming 47, 1990).
     """
     stretches: list[tuple[int, Counter[int], int]] = []  # their stage, the weight of each vote, how many
@@ -187,7 +192,9 @@ def _completed(
     alone: Collection[int],
     crossing: set[str],
 ) -> tuple[Segment, ...]:
-    """Return the segments, with what is fused computed where it is read; adds what they hand on to `crossing`."""
+    """Return the segments, with fused values recomputed where they are read; add the values that they pass on to
+    `crossing`.
+    """
     jaxpr = body.jaxpr
     maker = {v: (i, j) for i, eqn in enumerate(jaxpr.eqns) for j, v in enumerate(eqn.outvars)}
     segments = []

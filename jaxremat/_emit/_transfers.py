@@ -1,21 +1,22 @@
-"""Values in host memory meanwhile, the user's own copies there and back -> each begun, and over, where it should be.
+"""Offloaded values and the user's own copies to and from host memory -> barriers that say when each copy begins and
+ends.
 
-Copies run beside the kernels, and the compiler begins each as early and waits for it as late as it can. It has few
-under way at once, and by itself waits wherever it is when another begins. So barriers say when:
+Copies run beside the kernels. The compiler begins each as early, and waits for it as late, as it can. It keeps few
+under way at once, and waits for one wherever another begins. So barriers say when:
 
-- a value of the forward pass leaves behind its producer. Its copy passes, on its way to nowhere else, a barrier with an
-  operand of its exit: a product of the forward pass, which thereby waits until the copy is over and the device's memory
-  free. It comes back behind the barrier of a stage, and the barrier of the stage by which it is over waits for it, or
-  its first reader. All that reads the value from then on reads what came back, fused values made of it included.
-- of a loop's stack each iteration copies its slice to the host, where the slices are stacked. An iteration of the
-  backward loop begins to copy the next one's slice back and hands it on, as a carry: the compiler lets the copy run
+- A value of the forward pass leaves right behind its producer. Its copy passes a barrier with an operand of its exit, a
+  product of the forward pass, which thereby waits until the copy has ended and the device's memory is free. The value
+  comes back behind the barrier of a stage; its first reader, or the barrier of the stage by which the copy must have
+  ended, waits for it. All later readers read the copy, also for fused values computed from it.
+- Each iteration of a loop copies its slice of a stack to the host, where the slices are stacked. An iteration of the
+  backward loop begins to copy the next iteration's slice back and hands it on as a carry, so that the copy may run
   until the iteration ends. The first slice comes back before the loop.
-- what the user's program copies to the device passes the barrier of the stage in which its copy stands. A copy to the
-  host begins as soon as there is what it copies, and is over where it stands. Updates may follow one another within a
-  stage, as they do where the norm of all gradients scales each. What an update has copied therefore passes a barrier of
-  its own besides, with what the one before the last returns, to which memory ever.
+- The user's own copies to the device pass the barrier of their stage. A copy to the host begins once its operand is
+  computed, and ends at its place in the program. Updates may follow one another within a stage, as they do if the norm
+  of all gradients scales each. So the values copied for an update also pass a barrier of their own, together with the
+  results of the update before the last.
 
-Images are copied with their axes in the order of memory, as they pass barriers.
+Images are copied with their axes in memory order, as they pass barriers.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +42,8 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Transfer(NamedTuple):
-    """A copy of a value to another memory.
-
-    **Fields:** `to` that memory; `begin` the point at which it begins; `end` that before which it is over, None where
-    its first reader waits for it.
+    """A copy of a value to another memory. **Fields:** `to` that memory; `begin` the point at which it begins; `end`
+    the point before which it ends, None if its first reader waits for it.
     """
 
     value: int
@@ -76,10 +75,8 @@ def transfers(step: Analysis) -> list[Transfer]:
 
 
 class Transfers:
-    """The copies of a step, and where each is at present.
-
-    **Fields:** `there` the names in host memory of values, and of loops' stacks; `under_way` the user's copies to the
-    host that have begun, with their results.
+    """The copies of a step, and the present state of each. **Fields:** `there` the names in host memory of values, and
+    of loops' stacks; `under_way` the user's copies to the host that have begun, with their results.
     """
 
     def __init__(self, step: Analysis, writer: Writer) -> None:
@@ -95,7 +92,7 @@ class Transfers:
         self._ordered_updates()
 
     def _ordered_updates(self) -> None:
-        """Find the updates that the user's copies to the device are for, in order, and what each returns."""
+        """Return the updates that the user's copies to the device serve, in order, with the results of each."""
         step = self.step
         of = updates(step.source, step.fetches)
         made = {n: step.source[n].outvars[0] for n in step.fetches}
@@ -121,8 +118,8 @@ class Transfers:
                 self.there[each.value] = self._copy(name, values[each.value].axes, _HOST, "offload")
 
     def wait(self, n: int) -> None:
-        """Write the barrier of an equation of the forward pass that is the exit of copies: an operand of it passes,
-        with the copies that have to be over, and with what leaves behind them.
+        """Write the barrier of an equation of the forward pass that is the exit of copies: one of its operands passes,
+        with the copies that must have ended and the values that leave behind it.
         """
         step, writer, graph = self.step, self.writer, self.step.graph
         gone = [each.value for each in self.over.get(Point("before", n), ())]
@@ -147,16 +144,14 @@ class Transfers:
             writer.rename([(eqn.outvars[0], outvar)])
 
     def through(self, k: int) -> list[Var]:
-        """Return the copies that the barrier of a stage holds back: those to the host that have to be over, and those
-        that are wanted back.
-        """
+        """Return the copies that the barrier of a stage delays: those to the host that must have ended, and those back."""
         at = Point("stage", k)
         gone = {each.value for each in self.over.get(at, ()) if each.to is _HOST}
         wanted = gone.union(each.value for each in self.begun.get(at, ()))
         return [name for v, name in self.there.items() if v in wanted]
 
     def finished(self, k: int) -> list[Var]:
-        """Return the copies that have to be over before a stage outside of loops."""
+        """Return the copies that must have ended before a stage outside of loops."""
         own = [each for each in self.under_way if each.end is not None and each.end.number <= k]
         back = [each.value for each in self.over.get(Point("stage", k), ()) if each.to is _DEVICE]
         return [*(self.under_way.pop(each) for each in own), *(self.step.variable[v] for v in back)]
@@ -171,9 +166,8 @@ class Transfers:
             self.writer.rename([(self.step.variable[each.value], name)])
 
     def arrive_in_loop(self, k: int, loop: int, around: int) -> None:
-        """Write the copies back of what a loop reads whose first stage this is.
-
-        **Arguments:** `around` the loop in which it is, -1 for none.
+        """Write the copies back of the values read by a loop whose first stage this is. **Arguments:** `around` the
+        loop that contains it, -1 for none.
         """
         due = [each.value for each in self.begun.get(Point("within", k), ())]
         if not due:
@@ -199,7 +193,7 @@ class Transfers:
         self.writer.rename((self.step.variable[v], c) for v, c in zip(due, carries[1:], strict=True))
 
     def hold(self, n: int) -> None:
-        """Write the barrier of the update that an equation is the first to copy for."""
+        """Write the barrier of the update whose first copy an equation is."""
         step, writer = self.step, self.writer
         if (update := self.update.get(n)) is None or (turn := self.turns.index(update) - UPDATES - 1) < 0:
             return
@@ -219,7 +213,7 @@ class Transfers:
     def _copy(
         self, var: Var, before: Sequence[int], space: MemorySpace, scope: str, behind: Sequence[int] = ()
     ) -> Var:
-        """Write a copy to that memory, with the axes put in these orders before and behind it."""
+        """Write a copy to a memory, with the axes permuted before and behind it."""
         source = self.step.source[self.step.graph.forward_stop].source_info
         eqns: list[jex.JaxprEqn] = []
         if before:
@@ -231,7 +225,7 @@ class Transfers:
         return eqns[-1].outvars[0]
 
     def _stack(self, n: int, name: Var) -> Var:
-        """Write the copy to the host of what an equation of a forward loop has made; returns the stack there."""
+        """Write the copy to the host of a forward loop's value; return the stack there."""
         loop, source = self.step.graph.nodes[n].loop, self.step.source[n].source_info
         there = _compat.in_scope(_compat.placed(name, _HOST, source), "offload")
         slice_ = there.outvars[0]
@@ -248,7 +242,9 @@ class Transfers:
         atoms: Sequence[Var | jex.Literal],
         made: Sequence[Var],
     ) -> None:
-        """Write what ties an iteration's carries, from that index on, to the loop before it and the next one."""
+        """Write the carries of an iteration, from an index on, that connect it with the code before the loop and the
+        next iteration.
+        """
         source = self.step.traced.loops[loop].eqn.source_info
         eqns = [
             _compat.new_eqn([a], [var], primitive, {"loop": loop, "index": index + i}, source)
@@ -259,7 +255,7 @@ class Transfers:
     def _inlined(
         self, fn: Callable[..., list[jax.Array]], arguments: Sequence[Var | jex.Literal], loop: int
     ) -> list[Var]:
-        """Write the equations of a function of these arguments in a loop; returns its results."""
+        """Write the equations of a function of these arguments in a loop; return its results."""
         source = self.step.source[self.step.graph.forward_stop].source_info
         closed = jax.make_jaxpr(fn)(*(a.aval for a in arguments))
         eqns, results = inlined(closed, arguments, source)

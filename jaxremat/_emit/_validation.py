@@ -1,9 +1,9 @@
-"""Traced step, emitted program -> that they compute the same, or what of that is not proved, by name.
+"""Traced step, emitted program -> proof that they compute the same, or the names of the parts that are not proved.
 
 A program is compared with the step as JAX traced it. For some forms `_program._equivalence` has no rules, or not for
-all of them: that such a program computes the step, tests show that compare numbers.
+all of them; tests compare their results numerically.
 
-Law: whatever is emitted is proved, or named, or an error.
+Invariant: every emitted program is proved, or its unproved parts are named, or an error is raised.
 """
 
 import logging
@@ -29,17 +29,17 @@ UNPROVED = {
     REVERSED: "reversible blocks",
     ROWS: "work in chunks of rows or in microbatches",
 }
-"""Kinds of forms that are compared with the traced step, and may be more than the rules know of. Most are proved:
-`ROWS` and `INSIDE` are not where `_chunk_loops` has no rule for an operation of the chunks.
+"""Kinds of forms that may exceed the rules of the comparison. Most are proved: `ROWS` and `INSIDE` fail only if
+`_chunk_loops` has no rule for an operation of the chunks.
 """
 
 
 TOO_MANY = "too many different loops within loops"
-"""The reason for a comparison that takes too long."""
+"""The reason given if a comparison takes too long."""
 
 
 class EmittedOtherwiseError(Exception):
-    """A program was emitted that does not compute what it should; not for the user to see."""
+    """An emitted program does not compute the step. Users do not see this error."""
 
 
 _unproved: WeakKeyDictionary[jex.ClosedJaxpr, tuple[str, ...]] = WeakKeyDictionary()
@@ -48,14 +48,13 @@ _comparing = threading.Lock()  # JAX gives threads that trace the same function 
 
 
 def unproved(planned: jex.ClosedJaxpr) -> tuple[str, ...]:
-    """Return what of an emitted program was not proved when it was compared with its step."""
+    """Return the parts of an emitted program that were not proved when it was compared with its step."""
     return _unproved.get(planned, ())
 
 
 def validated(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
-    """Compare an emitted program, without what is around it, with its step; returns what is not proved.
-
-    **Raises:** `EmittedOtherwiseError`.
+    """Compare an emitted program with its step, and return the parts that are not proved. **Raises:**
+    `EmittedOtherwiseError`.
     """
     _unproved[planned] = found = _compared(traced, planned)
     return found
@@ -78,7 +77,7 @@ def _compared(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
 
 
 def names(form: Variant) -> tuple[str, ...]:
-    """Return what of a form may not be proved."""
+    """Return the kinds of a form that may not be proved."""
     return tuple(dict.fromkeys(UNPROVED[choice.rule] for choice in form.choices))
 
 

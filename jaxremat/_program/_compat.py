@@ -520,7 +520,7 @@ SpecialValueError = _api_util.InternalFloatingPointError
 def explain_special_value(
     error: Exception, fn: Callable[..., object], args: Sequence[object], kwargs: Kwargs
 ) -> NoReturn:
-    """Run the function operation by operation, to name the one that produces the value. **Raises:** FloatingPointError."""
+    """Run the function operation by operation to name the culprit. **Raises:** FloatingPointError."""
     _api_util.maybe_recursive_nan_check(error, fn, args, kwargs)
 
 
