@@ -138,7 +138,7 @@ def _cut_bodies(body: Body, opened: Collection[int]) -> list[Body]:
 
 
 def _cut(body: Body, stage_of: Mapping[int, int], single: Collection[int]) -> list[list[int]]:
-    """Return the positions of a body's equations by stage, the last stage first. Equations in `groups` stay together."""
+    """Return the positions of a body's equations by stage, the last first. Equations in `single` are groups of one."""
     groups: list[list[int]] = []
     last_first = list(reversed(range(len(body.numbers))))
     voting = [i for i in last_first if body.numbers[i] in stage_of]

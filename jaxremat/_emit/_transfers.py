@@ -144,7 +144,7 @@ class Transfers:
             writer.rename([(eqn.outvars[0], outvar)])
 
     def through(self, k: int) -> list[Var]:
-        """Return the copies that the barrier of a stage delays: those to the host that must have ended, and those back."""
+        """Return the copies that the barrier of a stage delays: those that must have ended, and those back."""
         at = Point("stage", k)
         gone = {each.value for each in self.over.get(at, ()) if each.to is _HOST}
         wanted = gone.union(each.value for each in self.begun.get(at, ()))
