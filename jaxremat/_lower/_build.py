@@ -1,9 +1,9 @@
-"""Variant of a step, facts of the plain step -> `Graph`, by what XLA writes to memory.
+"""Variant of a step, facts on the plain step -> `Graph`, by the values that XLA writes to memory.
 
-Compiled plain step, iterations compiled alone -> how much longer the loops of a variant take than those of the step.
-
-Counted is what they take where they stack nothing and find all saved: what a plan saves in them and recomputes has
-prices of its own. An optimizer's updates that a variant moves into its loops are no longer made outside of them.
+It includes the extra time of the variant's loops: compiled plain step, separately compiled iterations -> seconds by
+which they take longer than the plain step's. This compares loops that stack nothing and find all values saved, because
+the graph prices a plan's saving and recomputation separately. Optimizer updates that a variant moves into its loops no
+longer count outside of them.
 """
 
 import math
@@ -31,24 +31,24 @@ from ._lower import lower
 def build_graph(traced: Traced, facts: BaselineFacts, otherwise: float | None = None) -> Graph:
     """Build the graph of a variant, in seconds of the tagged plain step.
 
-    What backward loops write shows an iteration of the step that saves everything; what that is says a graph that knows
-    the forward loops' iterations alone.
+    The values that backward loops write are read off an iteration of a step that saves everything; the saved values are
+    determined by a graph that knows only the forward loops' iterations.
 
-    **Arguments:** `otherwise` the seconds by which the variant takes longer than the tagged plain step, where its loops
-    do not say; None for what prices of stacks say.
+    **Arguments:** `otherwise` the seconds by which the variant takes longer than the tagged plain step, if its loops do
+    not determine them; None to use the prices of stacks.
     """
     there, flops = facts.division.local(traced)
     workspace, seconds = facts.workspace(traced), facts.seconds(traced)
-    both = repeated(traced, facts.backend)  # iterations with a forward and a backward pass of their own
+    both = repeated(traced, facts.backend)  # iterations that contain both passes
     written = facts.written(traced)
     for loop, iteration in both.items():
         written = written.also(loop, facts.written_in(iteration))
 
     def graph_with(iterations: Mapping[int, Iteration]) -> Graph:
-        """Lower the step by what these iterations of pairs of loops show, and those before."""
+        """Lower the step with the facts from these iterations of pairs of loops, and from earlier ones."""
         nonlocal written, workspace
         for loop, iteration in iterations.items():
-            # Of pairs, a compiler that does not fuse reductions writes what the rules say, and some more.
+            # A compiler that does not fuse reductions writes the values that the rules predict in pairs, and some more.
             add = partial(written.also, loop) if facts.backend.fuses_reductions else written.with_
             written = add(facts.written_in(iteration))
         workspace = workspace | facts.workspace_in(traced, iterations.values())
@@ -83,17 +83,17 @@ def longer_seconds(
     iterations: Mapping[int, Iteration],
     both: Mapping[int, Iteration],
 ) -> float | None:
-    """Compute what the loops of a variant take longer than the tagged plain step's where they stack nothing and find
-    all saved; None where that is not known.
+    """Compute the extra seconds of a variant's loops over the tagged plain step's, if both stack nothing and find all
+    values saved; None if not known.
 
-    **Arguments:** `iterations` of pairs of loops; `both` those with a forward and a backward pass of their own.
+    **Arguments:** `iterations` of pairs of loops; `both` iterations of loops that contain both passes.
     """
     variant, device = traced.form, facts.device
     if variant.settings(REVERSED):
         return None
     eqns = zip(facts.division.local(traced)[0].jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
     apart = [eqn for eqn, loop in eqns if is_in_chunks(eqn) or (attends(eqn) and loop < 0)]
-    if deep(variant):  # whose forward passes are counted by their iterations
+    if deep(variant):  # their forward passes are counted by their iterations
         apart = [eqn for eqn in apart if eqn.primitive.name != "scan" or is_in_chunks(eqn)]
     in_chunks = math.fsum(facts.alone_seconds(apart))
     looped = _known(traced.loops, variant) and _known(facts.plain.loops, facts.plain.form)
@@ -112,15 +112,15 @@ def longer_seconds(
 
 
 def _known(loops: Sequence[Loop], variant: Variant) -> bool:
-    """Return whether iterations alone say what a variant's loops take: there are loops, and no others with loops in
-    them than those that levels make.
+    """Return whether iterations determine the time of a variant's loops: there are loops, and none is nested except by
+    levels.
     """
     inner = any(loop.role == UNPAIRED or loop.parent >= 0 for loop in loops)
     return bool(loops) and (not inner or deep(variant))
 
 
 def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: DeviceSpec) -> Iterator[float]:
-    """Yield what a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
+    """Yield the seconds of a microbatch in each of the loops over microbatches, without the pairs of loops in it."""
     for i, module in both.items():
         loop = traced.loops[i]
         if loop.parent < 0 and loop.length == traced.microbatches:
@@ -128,9 +128,9 @@ def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: Devi
 
 
 def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], device: DeviceSpec) -> float:
-    """Return seconds of all iterations of the form's loops, with a kernel each that counts them.
+    """Return the seconds of all iterations of the variant's loops, each with one kernel that counts iterations.
 
-    Levels run a forward pass once more for each loop around its own, and in the forward pass.
+    Each loop around a forward loop runs its forward pass once more, in the forward pass.
     """
     taken = 0.0
     for i, module in alone.items():
@@ -141,7 +141,9 @@ def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], d
 
 
 def _plain_seconds(module: Module, device: DeviceSpec) -> float:
-    """Return seconds of the plain program's pairs of loops, with what fills their stacks: those loops have no tag."""
+    """Return the seconds of the plain program's pairs of loops, which have no tag, and of the kernels that fill their
+    stacks.
+    """
     entry = module.computations[module.entry]
     scope = entry.by_name()
     bodies: set[str] = set()
@@ -161,11 +163,11 @@ def _plain_seconds(module: Module, device: DeviceSpec) -> float:
 
 
 def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: bool) -> float:
-    """Return seconds of the plain program's kernels outside of pairs of loops that only make what a variant makes
-    otherwise.
+    """Return the seconds of the plain program's kernels outside of pairs of loops that only compute values which the
+    variant computes differently.
 
-    **Arguments:** `places` for the equations that the variant has too, by index, what they are there; `most` whether
-    that makes most of the step within, and so what is of no equation.
+    **Arguments:** `places` the variant's index of each equation that it shares with the plain step; `most` whether the
+    variant replaces most of the step, and so also kernels that belong to no equation.
     """
     module, device = facts.module, facts.device
     entry = module.computations[module.entry]
@@ -175,7 +177,7 @@ def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: boo
         makers = [maker(module, TAG, scope, instruction, leaf) for leaf in range(len(instruction.shapes))]
         return all(int(tag) not in places if isinstance(tag, str) else most for tag in makers)
 
-    bodies: set[str] = set()  # of loops that are gone as a whole
+    bodies: set[str] = set()  # of loops that the variant replaces entirely
     for instruction in entry.instructions:
         tags = TAG.findall(instruction.op_name) if instruction.opcode == "while" else []
         if tags and all(int(tag) not in places for tag in tags):
@@ -198,7 +200,7 @@ def _within(module: Module, instruction: Instruction) -> set[str]:
 
 
 def _read_by(scope: Mapping[str, Instruction], instruction: Instruction) -> set[str]:
-    """Return whose buffers an instruction reads, behind mere names."""
+    """Return the instructions whose buffers an instruction reads, through renamings."""
     found: set[str] = set()
     waiting = list(instruction.operands)
     while waiting:

@@ -1,7 +1,8 @@
-"""Compiled plain step, tagged -> `BaselineFacts`: what it shows, and what becomes of parts of other variants alone.
+"""Compiled plain step, tagged -> `BaselineFacts`: its kernels and memory, and the separately compiled parts of
+variants.
 
-Invariant: what a variant shares with the plain step is read off the plain step's program; only what it has besides
-(iterations of its loops, attention without its scores, work in chunks) is compiled, alone, and once.
+Invariant: facts on equations that a variant shares with the plain step are read off the plain step's program; only its
+other parts (iterations of its loops, attention without its scores, work in chunks) are compiled, separately, and once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,20 +31,20 @@ from ._iteration import Iteration
 from ._loop_memory import is_whole
 
 _WORKSPACE_SHARE = 1 / 200
-"""Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
+"""Equations with an operand above this share of the temporaries are compiled separately for their scratch memory."""
 
 _MEASURED_SHARE = 1 / 1000
-"""Equations with an operand above this share of them are timed where `profile="measure"`."""
+"""Equations with an operand above this share of the temporaries are timed with `profile="measure"`."""
 
 
 @dataclass(frozen=True, eq=False)
 class BaselineFacts:
     """The facts from which the graphs of all variants of a step are built.
 
-    **Fields:** `plain` the step as it is, or in the first form that compiles; `module` what its tagged program was
-    compiled to; `base_nbytes` and `temporaries_nbytes` of that; `program` to compile parts of the step as, to be read;
-    `device`; `profile` as in `jaxremat.optimize`; `here` the device to measure on and compiler `options` to do that
-    with; `pins`; its `division` over devices.
+    **Fields:** `plain` the step as written, or in the first form that compiles; `module` its compiled, tagged program;
+    `base_nbytes` and `temporaries_nbytes` of that; `program` the template for compiling parts of the step, only to be
+    read; `device`; `profile` as in `jaxremat.optimize`; `here` the device for measurements, and `options` of the
+    compiler for them; `pins`; its `division` over devices.
     """
 
     plain: Traced
@@ -75,14 +76,14 @@ class BaselineFacts:
         return written(self.module)
 
     def _scratch(self, gone: frozenset[int]) -> dict[int, Scratch]:
-        """Return the scratch memory that the program shows of a form without these equations."""
+        """Return the scratch memory that the program shows, for a form without these equations."""
         if gone not in self._without:
             eqns = self.division.local(self.plain)[0].jaxpr.jaxpr.eqns
             self._without[gone] = scratch(self.module, eqns, gone)
         return self._without[gone]
 
     def compiled(self, iteration: Iteration) -> Module:
-        """Compile an iteration of a loop by itself, once."""
+        """Compile an iteration of a loop separately, once."""
         if iteration.key not in self._compiled:
             with phase("compiling an iteration", kind="compile"):
                 self._compiled[iteration.key] = iteration.compiled(
@@ -91,20 +92,22 @@ class BaselineFacts:
         return self._compiled[iteration.key]
 
     def alone_seconds(self, eqns: Sequence[jex.JaxprEqn]) -> list[float]:
-        """Return the seconds of each equation, compiled alone."""
+        """Return the seconds of each equation, compiled separately."""
         return alone_seconds(eqns, self.program, self.device)
 
     def written(self, traced: Traced) -> Written:
-        """Return what the plain step's program says of a variant's equations."""
+        """Return the plain step's facts on the equations of a variant."""
         found = self._written.renumbered(self.plain.places(traced))
         return found.decoded(decoders(traced.jaxpr.jaxpr, traced.program.encoded))
 
     def written_in(self, iteration: Iteration) -> Written:
-        """Return what an iteration that is compiled alone writes."""
+        """Return the values that a separately compiled iteration writes."""
         return written(self.compiled(iteration)).renumbered(dict(enumerate(iteration.places)))
 
     def workspace(self, traced: Traced) -> dict[int, Scratch]:
-        """Return scratch memory by equation: what the program shows, and of bodies of loops what they need alone."""
+        """Return scratch memory by equation: as the program shows it, and for loop bodies from compiling them
+        separately.
+        """
         there, among = self.division.local(traced)[0], None
         if self.backend.fuses_reductions:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
@@ -123,7 +126,7 @@ class BaselineFacts:
     def workspace_in(self, traced: Traced, iterations: Iterable[Iteration]) -> dict[int, Scratch]:
         """Return the scratch memory of equations in loops, as iterations show it.
 
-        Where the compiler does not fuse, programs do not say what it is for: equations are compiled alone.
+        Without fusion, programs do not attribute it to equations: these are compiled separately instead.
         """
         found: dict[int, Scratch] = {}
         eqns = self.division.local(traced)[0].jaxpr.jaxpr.eqns
@@ -134,8 +137,8 @@ class BaselineFacts:
         return found
 
     def seconds(self, traced: Traced) -> dict[int, float]:
-        """Return the seconds of equations that ran alone, on the device at hand where that is asked for; else of
-        attention without its scores, as its kernels take them.
+        """Return the seconds of equations that ran separately on the device at hand, if measuring is requested;
+        otherwise of attention without its scores, as its kernels take them.
         """
         there = self.division.local(traced)[0]
         if self.profile == "measure":

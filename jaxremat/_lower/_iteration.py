@@ -1,9 +1,10 @@
-"""Sections of a pair of loops -> an iteration of each, compiled alone: what it writes, and how long it takes.
+"""Sections of a pair of loops -> one iteration of each, compiled separately: the values that it writes, and its time.
 
-The plain loop stacks all that its pair reads: a softmax's exponentials, sums and maxima, which one kernel would else
-keep to itself, and copies all of it into stacks and out of them. What an iteration must write and takes without that
-says one that is compiled alone, with its equations tagged. Rows of arrays it reads and writes as the loop does: they
-are copied, updates of several become one kernel, and what waits for what is in memory meanwhile.
+The plain loop stacks all values that the other loop of its pair reads: a softmax's exponentials, sums and maxima, which
+one kernel would otherwise keep to itself. It also copies all of them into stacks and out of them. The values that an
+iteration must write, and its time without the stacks, are read off an iteration that is compiled separately, with its
+equations tagged. It reads and writes rows of arrays as the loop does, because they affect the program: rows are copied,
+updates of several become one kernel, and values that wait for their turn stay in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +39,14 @@ from .._rewrite._trace import Traced
 
 @dataclass(frozen=True)
 class Iteration:
-    """A program of one iteration: from all that it reads to the carries and the results that it leaves.
+    """A program of one iteration: from all that it reads to its carries and results.
 
-    It reads rows of the arrays that the loop runs over, and writes its results into rows of others. What another
-    loop's iteration hands it is there.
+    It reads rows of the arrays over which the loop runs, and writes its results into rows of others. Values that the
+    pair's other loop passes to it are in memory.
 
     **Fields:** `closed`, where the equation of index `places[j]` of the whole step has `#j` in its name stack;
-    `written` how many of its first arguments are such arrays, whose memory its first results take; `names` what its
-    arguments are called in the whole step, None for the index.
+    `written` the number of its first arguments that it writes to, whose memory its first results take over; `names` the
+    variables of the whole step for its arguments, None for the index.
     """
 
     closed: jex.ClosedJaxpr
@@ -55,16 +56,15 @@ class Iteration:
 
     @cached_property
     def key(self) -> str:
-        """A key that iterations share if they compile to the same program: a long text, slow to write."""
+        """A key shared by iterations that compile to the same program: a long text, slow to write."""
         return str(self.closed.jaxpr)
 
     def compiled(
         self, program: Program, named: Callable[[Any], jax.sharding.NamedSharding | None], traced: Traced
     ) -> Module:
-        """Return what becomes of it, compiled as a whole program would be.
+        """Return the compiled iteration, compiled as a whole program would be.
 
-        **Arguments:** `named` gives the sharding of a variable of the whole step `traced`, None where that is not
-        known.
+        **Arguments:** `named` returns the sharding of a variable of the whole step `traced`, None if not known.
         """
         variables = self.closed.jaxpr.invars
         types = [
@@ -79,7 +79,7 @@ class Iteration:
         evaluate = jex.jaxpr_as_fun(traced.alone(self.closed))
 
         def iteration(*args: jax.Array) -> list[jax.Array]:
-            """Return what JAX is to return in host memory it looks for among copies there."""
+            """Return the results, those in host memory as explicit copies: JAX looks for them among these."""
             results = evaluate(*args)
             return [jax.device_put(a, jax.memory.Space.Host) if on_host(a.aval) else a for a in results]
 
@@ -88,13 +88,13 @@ class Iteration:
 
 
 def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
-    """Return iterations of the forward loops that stack nothing, by loop."""
+    """Return iterations of the forward loops without stacks, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == FORWARD])
     return _iterations(named.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops, places, backend)
 
 
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
-    """Return iterations of the backward loops that find all saved that the forward pass writes, by loop."""
+    """Return iterations of the backward loops in a step that saves all written forward values, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
     graph = replace(graph, stages=uncut(graph))
     written = write(Analysis(named, graph, save_all(graph)))
@@ -102,7 +102,7 @@ def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iterat
 
 
 def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
-    """Return iterations of the loops with a forward and a backward pass of their own, by loop."""
+    """Return iterations of the loops that contain both a forward and a backward pass, by loop."""
     found: dict[int, Iteration] = {}
     for loop in _alive(traced):
         if loop.role == UNPAIRED:
@@ -117,13 +117,13 @@ def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
 
 
 def _alive(traced: Traced) -> list[Loop]:
-    """Return the loops that something needs."""
+    """Return the loops that still have equations."""
     left = set(traced.loop_of)
     return [loop for loop in traced.loops if loop.id in left]
 
 
 def _tagged(traced: Traced, wanted: Sequence[int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
-    """Return the step with the equations of these loops numbered in their name stacks, and those of each loop."""
+    """Return the step with the equations of these loops numbered in their name stacks, and each loop's equations."""
     eqns = list(traced.jaxpr.jaxpr.eqns)
     places: dict[int, list[int]] = {loop: [] for loop in wanted}
     for i, loop in enumerate(traced.loop_of):
@@ -153,7 +153,7 @@ def _iterations(
     for loop, section in sections.items():
         group = loops[loop].group
         whole = [*section]
-        for eqn in whole:  # which grows: the rows that the pair's other loop reads too
+        for eqn in whole:  # grows in the loop, by the rows that the pair's other loop also reads
             for a in _compat.variables(eqn.invars):
                 row, of = slices.get(a, (None, -1))
                 if row is not None and of != loop and loops[of].group == group and row not in whole:
@@ -175,11 +175,11 @@ def _once(
     needs_replacement: Callable[[jex.JaxprEqn], bool],
     same: Callable[[jex.Var | jex.Literal], jex.Var | jex.Literal],
 ) -> Iteration:
-    """Return the program of one iteration of a scan, at an index that is given.
+    """Return the program of one iteration of a scan, at a given index.
 
-    Loops of one body that differ in their lengths, or in how they come by rows, are to be one program, which is
-    compiled once. So an index that is scanned over is the iteration's own, stacks have as many rows as the arrays that
-    are read at it, rows are read where something wants them, and arguments come in the order in which they are read.
+    Loops with the same body that differ in their lengths, or in where their rows come from, should become the same
+    program, which is compiled once. So a scanned index is used as the iteration's index, stacks have as many rows as
+    the arrays that are read at it, rows are read just before their first reader, and arguments come in reading order.
     """
     closed = scan.params["jaxpr"]
     jaxpr = _compat.opened(closed)[0]
@@ -199,7 +199,7 @@ def _once(
         append(eqns, row_written, (stack, row, index), scan)
         for stack, row in zip(stacks, jaxpr.outvars[len(init) :], strict=True)
     ]
-    # A carry that the iteration writes a part of keeps its memory; another is made anew.
+    # A carry of which the iteration overwrites a part keeps its memory; any other is a new array.
     updated = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if _writes_part(eqn)}
     carried = list(zip(jaxpr.invars[len(consts) :], jaxpr.outvars[: len(init)], strict=False))
     over = [(a, v) for a, v in carried if not _compat.is_literal(v) and updated.get(v) is a]
@@ -225,23 +225,25 @@ def _once(
 
 
 def _with_rows(aval: ShapedArray, count: int) -> ShapedArray:
-    """Return the type of an array over which a loop runs, or of one that it stacks, with so many rows."""
+    """Return the type of a scanned or stacked array, with so many rows."""
     return aval.update(shape=(count, *aval.shape[1:]))
 
 
 def _reads_row(eqn: jex.JaxprEqn, index: jex.Var) -> bool:
-    """Return whether an equation is a `row_at` this index: what users write asks whether the index is negative."""
+    """Return whether an equation is a `row_at` this index: in users' code, the call also asks whether the index is
+    negative.
+    """
     called = eqn.params.get("name") == "dynamic_index_in_dim" and len(eqn.invars) == 2
     return called and eqn.invars[1] is index and all(len(body.eqns) == 2 for body in inner_jaxprs(eqn))
 
 
 def _rows_at(index: jex.Var, eqns: Sequence[jex.JaxprEqn]) -> int:
-    """Return how many rows those arrays have that equations read at an index, 0 without any."""
+    """Return the number of rows of the arrays that equations read at an index, 0 without any."""
     return max((shaped(eqn.invars[0]).shape[0] for eqn in eqns if _reads_row(eqn, index)), default=0)
 
 
 def _late_reads(eqns: Sequence[jex.JaxprEqn], index: jex.Var) -> list[jex.JaxprEqn]:
-    """Return the equations with those that read rows just before what reads the rows."""
+    """Return the equations, each read of a row moved to just before the row's first reader."""
     reads = [_reads_row(eqn, index) for eqn in eqns]
     waiting = {eqn.outvars[0]: eqn for eqn in compress(eqns, reads)}
     found: list[jex.JaxprEqn] = []
@@ -252,11 +254,11 @@ def _late_reads(eqns: Sequence[jex.JaxprEqn], index: jex.Var) -> list[jex.JaxprE
 
 
 def _is_index(row: jex.Var) -> bool:
-    """Return whether a row may be the iteration's index, as in loops that read rows of arrays from outside by it."""
+    """Return whether a row may be the iteration's index, as in loops that read rows of outside arrays by it."""
     return row.aval == ShapedArray((), jnp.int32)
 
 
 def _writes_part(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation, or the last in a call, writes a part of its operand."""
+    """Return whether an equation, or the last one of a call, overwrites a part of its operand."""
     inner = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns] or [eqn]
     return inner[-1].primitive.name == "dynamic_update_slice"

@@ -1,17 +1,17 @@
-"""Graph -> the same with the time of each kernel, and of what a loop saves.
+"""Graph -> graph with the time of each kernel, and of each value that a loop saves; equations -> sums written in place
+of their operands.
 
-The price of a node is what running it once more costs: of a kernel of its own its arithmetic or traffic by the roofline
-of the device, of one that its readers absorb what they read more.
+The price of a node is the time of running it once more: for a separate kernel, its arithmetic or traffic by the
+device's roofline; for a kernel that its readers absorb, the additional bytes that they read.
 
-Saving a value is not free where a compiler that fuses writes it for the backward pass alone, as another result of a
-kernel: where it is dropped, the kernel is spared that.
+Saving a value costs time if a compiler that fuses writes it only for the backward pass, as an additional result of a
+kernel: a plan that drops the value saves that write.
 
-Equations -> the sums that are written in place of what goes into them.
-
-A library that multiplies matrices can add to what is there, and a bias: `C + A B + b` is one kernel. XLA:GPU rewrites a
-product that nothing but such a sum reads so that the sum is what stands in memory; but the kernel keeps the product's
-name. A residual stream, which is such a sum in every layer, would then look as if it were nowhere. What is scattered
-into zeros and added to something is scattered into that, where a kernel scatters it.
+Matrix libraries can add to an existing array, and a bias: `C + A B + b` is one kernel. If only such a sum reads a
+product, XLA:GPU rewrites the product, and the sum is the value in memory; but the kernel keeps the product's name.
+Without `written_sums`, a residual stream, which is such a sum in every layer, would look as if it were never in memory.
+Likewise, a scatter into zeros whose result is added to another array scatters into that array, if it is a separate
+kernel.
 """
 
 import math
@@ -47,11 +47,12 @@ from .._program._primitives import (
 from .._runtime._mechanisms import mechanism
 
 MOST_FUSED_FLOPS = 50.0
-"""Bound on the pointwise arithmetic behind a fused value, per byte."""
+"""Bound on the pointwise arithmetic that a fused value stands for, per byte."""
 
 COPIES = 2
-"""How often what a loop stacks is written and read for that alone: into the stack and out of it, from and to the
-buffers that an iteration's kernels work on. Fitted to a compiled scanned GPT, where a compiler does not fuse."""
+"""The writes and reads that stacking adds to a value, each into the stack and out of it, from and to the buffers that
+an iteration's kernels use. Fitted to a compiled scanned GPT, with a compiler that does not fuse.
+"""
 
 
 def priced(
@@ -61,17 +62,15 @@ def priced(
     written: Written | None,
     measured: Mapping[int, float],
 ) -> Graph:
-    """Return seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands,
-    results.
+    """Return the graph with the seconds of running each kernel once more: its arithmetic and that fused into it,
+    operands, results.
 
-    Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
+    If an equation was measured by itself, the ratio of that time to its roofline corrects the price.
     """
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     # contractions and reductions that the compiler fuses into their reader
     fusion_root: dict[int, frozenset[int]] = {}
-    costly: set[int] = (
-        set()
-    )  # values with arithmetic in them that the compiler does not repeat in each reader
+    costly: set[int] = set()  # values with arithmetic that the compiler does not repeat in each reader
     for node in graph.nodes:
         below = sum(light.get(v, 0.0) for v in node.inputs)
         inner = frozenset().union(*(fusion_root.get(v, frozenset()) for v in node.inputs))
@@ -80,18 +79,18 @@ def priced(
             costly.update(node.outputs)
         for v in node.outputs:
             if not graph.values[v].materialised:
-                # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
+                # Fused chains are trees written as DAGs: without a bound, shared operands count exponentially often.
                 own = 0.0 if node.fusion_root else node.flops
                 light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
                 fusion_root[v] = inner | {node.id} if node.fusion_root else inner
     loaded = _contracted(graph, eqns)
-    beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
+    beside: dict[int, float] = {}  # the cost of saving values that are written only for the backward pass
     alone = (
         _for_later(graph, written)
         if written and graph.backend.fuses_reductions and not graph.parents
         else frozenset()
     )
-    behind: dict[int, frozenset[int]] = {}  # what these are made of
+    behind: dict[int, frozenset[int]] = {}  # the operands of these values
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
@@ -109,12 +108,13 @@ def priced(
         sources = frozenset().union(*(behind.get(v, (v,)) for v in graph.reads[node.id]))
         read = arguments + sum(graph.values[v].nbytes for v in sources)
         made = sum(graph.values[v].nbytes for v in node.outputs)
-        if is_window(eqn) and node.loop < 0:  # an iteration's kernels say for themselves what they read
+        if is_window(eqn) and node.loop < 0:  # in loops, the iteration's kernels show what they read
             read = made
         if is_write(eqn):
             read = made = aval_nbytes(eqn.invars[1].aval)
         if in_rounds(device, eqn):
             made = int(THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval))
+        # Measured time over roofline time of the equation alone; the kernel also contains the arithmetic fused into it.
         slower = measured[node.id] / alone_seconds(device, eqn, node.flops) if node.id in measured else 1.0
         once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         if node.primitive == GATHER:
@@ -125,7 +125,7 @@ def priced(
         times = graph.total_trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.fusion_root and not inner and not any(v in loaded for v in node.outputs):
-            # Its readers absorb it: they read its operands in its place.
+            # Its readers absorb it: they read its operands instead of it.
             more = max(read - made, 0)
             if graph.backend.fuses_reductions and node.loop < 0:
                 more = _read_instead(graph, node, written)
@@ -154,9 +154,9 @@ def priced(
 
 
 def _waiting_seconds(graph: Graph, device: DeviceSpec) -> dict[int, float]:
-    """Return for copies of rows from host memory the seconds for which their loop waits: those that the link takes
-    longer than the kernels of an iteration, divided by size. A backward loop that copies the row once more has kernels
-    of at least that time.
+    """Return the seconds for which a loop waits for rows from host memory: the link's time beyond the kernels of its
+    iterations, divided among the copies by size. A backward loop that copies the row again has kernels of at least that
+    time.
     """
     found: dict[int, float] = {}
     copied = [n for n in graph.nodes if n.primitive == FETCH and n.loop >= 0]
@@ -171,8 +171,10 @@ def _waiting_seconds(graph: Graph, device: DeviceSpec) -> dict[int, float]:
 
 
 def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
-    """Return what a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others
-    anyway; on the CPU, whose arithmetic is what such kernels take their time for, while it moves those.
+    """Return the extra time of a kernel that reads so many bytes more, and does arithmetic while it reads others
+    anyway.
+
+    On the CPU such kernels are bound by arithmetic, which overlaps only with the additional bytes.
     """
     if device.platform == "cpu":
         return max(arithmetic, more / device.bandwidth)
@@ -180,10 +182,9 @@ def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: in
 
 
 def _late(graph: Graph, writes: Set[int], reads: Set[int]) -> int:
-    """Return a node of the backward pass with which a kernel runs that writes and reads these, -1 for one of the
-    forward pass.
+    """Return a node of the backward pass whose kernel has these writes and reads, -1 for a kernel of the forward pass.
 
-    It may make values of the forward pass besides. Compilers do not say of all that they write what it is.
+    The kernel may also compute forward values. Compilers do not name everything that they write.
     """
     made = [n for n in writes if not graph.nodes[n].forward]
     return min(made) if made else max((n for n in reads if not graph.nodes[n].forward), default=-1)
@@ -195,10 +196,11 @@ def _fusable_into(
     written: Written | None,
     eqns: Sequence[jex.JaxprEqn],
 ) -> tuple[int, ...]:
-    """Return what the kernels of the backward pass write that read all that a node is made of, of its size, and
-    wait for no reader of it: running in the same stage, they write its result besides.
+    """Return the backward kernels that can write a node's result as an additional output, if they run in the same
+    stage.
 
-    Only contractions want it in memory, and they give weights' gradients, as a rule, for which nothing waits.
+    They read all of its operands of at least a quarter of its size, and do not depend on its readers. Only contractions
+    read the result from memory, usually for weight gradients, for which no kernel waits.
     """
     if (
         written is None
@@ -228,9 +230,7 @@ def _following(
     eqns: Sequence[jex.JaxprEqn],
     last: int,
 ) -> set[int]:
-    """Return the nodes of the backward pass, up to the last, that follow from a contraction which reads these
-    values.
-    """
+    """Return the nodes of the backward pass, up to `last`, that depend on a contraction which reads these values."""
     found: set[int] = set()
     waiting = [(n, False) for v in values for n in graph.readers[v]]
     while waiting:
@@ -245,7 +245,7 @@ def _following(
 
 
 def _for_later(graph: Graph, written: Written) -> frozenset[int]:
-    """Return what the forward pass's kernels write and none of them reads."""
+    """Return the values that the forward pass's kernels write and none of them reads."""
     late = [_late(graph, k.writes, k.reads) >= 0 for k in written.kernels]
     read = {
         i
@@ -264,7 +264,7 @@ def _for_later(graph: Graph, written: Written) -> frozenset[int]:
 
 
 def _contracted(graph: Graph, eqns: Sequence[jex.JaxprEqn]) -> set[int]:
-    """Return what contractions of the backward pass read."""
+    """Return the values that contractions of the backward pass read."""
     return {
         behind_views(v, eqns, graph.nodes, graph.values)
         for node in graph.nodes
@@ -274,7 +274,7 @@ def _contracted(graph: Graph, eqns: Sequence[jex.JaxprEqn]) -> set[int]:
 
 
 def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
-    """Return bytes that the backward pass's kernels read more when they make a value themselves instead of reading
+    """Return the additional bytes that the backward pass's kernels read if they recompute a value instead of reading
     it.
     """
     made = sum(graph.values[v].nbytes for v in node.outputs)
@@ -288,14 +288,14 @@ def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
 
 
 def _late_readers(graph: Graph, node: Node, written: Written | None) -> tuple[int, ...]:
-    """Return what the kernels of the backward pass that read a node's result write."""
+    """Return the nodes that the backward kernels which read a node's result write."""
     kernels = (k for k in (written.kernels if written else ()) if node.id in k.reads)
     return tuple(sorted({late for k in kernels if (late := _late(graph, k.writes, k.reads)) >= 0}))
 
 
 def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
-    """Return the graph with the time of copies into stacks and out of them, which the plain step spends on all it
-    stacks.
+    """Return the graph with the time of copies into stacks and out of them; the plain step spends it on all stacked
+    values.
     """
     plain = handed_over(graph)
     loaded = _loaded(graph)
@@ -303,7 +303,7 @@ def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
     plain_seconds = 0.0
     for value in graph.values:
         if not value.length or not graph.recomputable(value.id) or graph.is_small(value.id):
-            continue  # as in every plan
+            continue  # the same in every plan
         times = graph.total_trips[graph.nodes[value.producer].loop]
         taken = times * _stacking_seconds(graph, value, device, loaded)
         if value.materialised:
@@ -316,10 +316,10 @@ def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
 
 
 def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Set[int]) -> float:
-    """Return what an iteration spends on a value because it is stacked; `loaded` as by `_loaded`.
+    """Return an iteration's extra seconds for a value that is stacked; `loaded` as from `_loaded`.
 
-    A compiler that fuses fills the stack with zeros first and copies each value into it. Out of it that copies what
-    a contraction reads, or several kernels; a single other kernel reads the stack itself.
+    A compiler that fuses fills the stack with zeros first and copies each value into it. It copies a value out of the
+    stack if a contraction or several kernels read it; a single other kernel reads the stack itself.
     """
     if not graph.backend.fuses_reductions:
         return 2 * COPIES * value.nbytes / device.bandwidth
@@ -328,8 +328,8 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
 
 
 def always_stacked_seconds(graph: Graph, device: DeviceSpec) -> float:
-    """Return what the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own
-    results are written over, and on what is saved because it cannot be made again.
+    """Return the seconds that loops spend on stacks under any plan, with a compiler that fuses: on the zeros that their
+    results overwrite, and on values that are saved because they cannot be recomputed.
     """
     loaded = _loaded(graph)
     taken = 0.0
@@ -345,14 +345,14 @@ def always_stacked_seconds(graph: Graph, device: DeviceSpec) -> float:
 
 
 def _loaded(graph: Graph) -> set[int]:
-    """Return what the backward pass's contractions read, or several of its kernels."""
+    """Return the values that the backward pass's contractions read, or several of its kernels."""
     reads = Counter(v for n in graph.nodes if not n.forward for v in graph.reads[n.id])
     contracted = {v for n in graph.nodes if n.contraction and not n.forward for v in graph.reads[n.id]}
     return contracted | {v for v, count in reads.items() if count > 1}
 
 
 def handed_over(graph: Graph) -> set[int]:
-    """Return what the backward loops' own nodes read of the forward loops' iterations."""
+    """Return the values of forward iterations that the backward loops' own nodes read."""
     slices = {v for n in graph.nodes if n.primitive == "scan_slice" for v in n.outputs}
     return {
         v
@@ -363,7 +363,7 @@ def handed_over(graph: Graph) -> set[int]:
 
 
 def behind_views(v: int, eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> int:
-    """Return the value whose memory a contraction reads in place of a reshaped or transposed one."""
+    """Return the value whose memory a contraction reads for a reshaped or transposed one."""
     while (
         (producer := values[v].producer) >= 0
         and is_relabelling(eqns[producer])
@@ -383,9 +383,7 @@ def _readers(nodes: Sequence[Node]) -> dict[int, list[Node]]:
 
 @mechanism("sums in place of products", off=lambda *_: set())
 def written_sums(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
-    """Return the values that are a matrix product and something of its size, where the product is read for that
-    alone.
-    """
+    """Return the sums of a matrix product and a value of its size, if only the sum reads the product."""
     readers = _readers(nodes)
     products = (v for node in nodes if node.primitive == "dot_general" for v in node.outputs)
     return {v for made in products if (v := _sum_of(made, eqns, nodes, values, readers)) >= 0}
@@ -398,7 +396,7 @@ def _sum_of(
     values: Sequence[Value],
     readers: Mapping[int, Sequence[Node]],
 ) -> int:
-    """Return the sum that a product is written as, -1 for none."""
+    """Return the sum as which a product is written, -1 for none."""
     while len(readers.get(v, ())) == 1 and not values[v].is_output:
         (node,) = readers[v]
         others = [u for u in node.inputs if u != v]
@@ -420,8 +418,9 @@ def _is_repeated(v: int, product: int, nodes: Sequence[Node], values: Sequence[V
 
 @mechanism("sums in place of products", off=lambda *_: {})
 def sums_of_scattered(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> dict[int, int]:
-    """Return what is scattered into zeros to be added to something else, and that sum: the compiler scatters into
-    the other operand, and writes no zeros.
+    """Return the results of scatters into zeros that are only added to another value, each with that sum.
+
+    The compiler scatters into the other value, and writes no zeros.
     """
     maker = {v: node.id for node in nodes for v in node.outputs}
     readers = _readers(nodes)

@@ -1,4 +1,4 @@
-"""Nodes of inlined loops -> the memory that the loops themselves need, whatever XLA fuses."""
+"""Nodes of inlined loops -> the memory that the loops themselves need, however XLA fuses their bodies."""
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -14,10 +14,10 @@ from ._kernel_prices import behind_views
 
 
 def crossing_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
-    """Return what loops read from outside: it is there while they run.
+    """Return the values that loops read from outside: they are in memory while the loops run.
 
-    What they read of the forward loop around by a name of the backward loop around (see `_inner_loops`) is there by
-    that name: a row of a stack, or what was recomputed.
+    A value of the surrounding forward loop may have another name in the surrounding backward loop (see `_inner_loops`).
+    It is in memory under that name: a row of a stack, or recomputed.
     """
     found: set[int] = set()
     for node, eqn in zip(nodes, eqns, strict=True):
@@ -34,14 +34,14 @@ def crossing_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values:
 
 
 def is_whole(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation is many, of which only the results are in memory: rows in chunks, attention in
-    parts, and what has such in its body.
+    """Return whether an equation stands for many, of which only the results are in memory: rows in chunks, attention in
+    parts, or a body that contains such.
     """
     return is_in_chunks(eqn) or attends(eqn)
 
 
 def carried_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> set[int]:
-    """Return what iterations hand on to the next: in memory on both sides; and what loops leave, or rows in
+    """Return the values that iterations pass to the next, in memory on both sides; and results of loops and of rows in
     chunks.
     """
     leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
@@ -50,9 +50,7 @@ def carried_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> set[i
 
 
 def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
-    """Return what contractions or reductions make that iterations write into arrays: the kernel that does is
-    another.
-    """
+    """Return the results of contractions or reductions that iterations write into arrays: by another kernel."""
     hidden: set[int] = set()
     row = {"scan_stack": 0, "dynamic_update_slice": 1}
     for node in nodes:
@@ -70,16 +68,15 @@ def with_waiting(
     loops: Sequence[Loop],
     materialises_eagerly: bool,
 ) -> list[Node]:
-    """Return the nodes, with what waits for its turn from the first iteration on as scratch memory, in loops within
-    too.
+    """Return the nodes with arrays that wait for their turn from the first iteration on as scratch memory, in inner
+    loops too.
 
-    Of stacked results that their loop has not filled yet the whole array is there. So is, where the compiler does
-    things early, the row that is written over, if it is one of what the forward pass reads too (see
-    `_in_place_stacks`). Carries that begin with the same array, as zeros, are copies of it, all but one: all of them
-    where it is read again.
+    The whole array of stacked results is in memory before the loop has filled it. If the compiler computes values
+    early, so is the row that is overwritten, if the forward pass reads it too (see `_in_place_stacks`). Carries that
+    begin with the same array, such as zeros, are copies of it: all but one, or all if it is read again.
     """
     waiting: dict[int, int] = {}
-    read = {v.id for v in values if v.is_output}  # by what comes behind
+    read = {v.id for v in values if v.is_output}  # by later nodes
     found = []
     for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
         more = sum(waiting.get(loop, 0) for loop in within(node.loop, loops))

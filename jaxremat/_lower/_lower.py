@@ -1,6 +1,6 @@
-"""Traced step + what XLA materialises + device -> `Graph`, in plain numbers.
+"""Traced step + the values that XLA materialises + device -> `Graph`, in plain numbers.
 
-Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids number its arguments, constants and
+Invariant: node ids are the indices of `traced.jaxpr`'s equations, and value ids number its arguments, constants and
 equation outputs in order.
 """
 
@@ -44,14 +44,15 @@ from ._kernel_prices import behind_views, handed_over, priced, sums_of_scattered
 from ._loop_memory import carried_values, crossing_values, with_waiting, written_whole
 
 INDEX_SHARE = 0.01
-"""Index arrays are not counted where they are less than this share, together, of all that is in memory: of a batch's
-labels they are a thousandth, of lookups in images as much as what is looked up."""
+"""Index arrays are not counted if together they are less than this share of all materialised bytes: a batch's labels
+are a thousandth, but indices of lookups in images are as large as the results.
+"""
 
 SMALL_SHARE = 1e-4
-"""Residuals below this share of what the forward pass writes are always saved, ..."""
+"""Residuals below this share of the bytes that the forward pass writes are always saved, ..."""
 
 MOST_SMALL = 0.01
-"""... as long as they are no more than this share of it together."""
+"""... as long as together they are no more than this share of them."""
 
 
 @uncollected
@@ -69,12 +70,12 @@ def lower(
     """Return the planner's view of a traced step, as one device has it.
 
     - `base_nbytes`: arguments + outputs - aliased bytes.
-    - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
+    - `written`: the values that the plain step's program writes and reads; None without a program: fusion rules decide.
     - `workspace`: scratch memory by equation index.
-    - `seconds`: measured times by index of equations that ran alone; the others' are the roofline's.
-    - `flops` of each equation, where a device does only a part; `patterns`: what `pins` the user gave besides hints.
+    - `seconds`: measured times of equations that ran by themselves, by index; the others' are the roofline's.
+    - `flops` of each equation, if a device does only a part; `patterns`: the user's `pins`, besides hints.
 
-    **Raises:** `HintError` where hints or pins contradict each other or the program.
+    **Raises:** `HintError` if hints or pins contradict each other or the program.
     """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[jex.Var, int] = {}
@@ -104,7 +105,7 @@ def lower(
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses_reductions, better = backend(device.platform).fuses_reductions, replaced(backend(device.platform))
     in_backward, decided = traced.in_backward, traced.program.decisions
-    # What is behind the first backward pass reads recomputed values, of a second loss too.
+    # Everything after the first backward pass may read recomputed values, even the forward pass of a second loss.
     begun = list(accumulate(in_backward, operator.or_))
     once = decided.once(in_backward) | decided.once(begun)
     cotangents = decided.edges.shared_cotangents(begun)
@@ -141,7 +142,7 @@ def lower(
     _take_over(nodes, values, {index[v] for v in traced.over})
     in_memory = _by_rules(jaxpr.eqns, nodes, values)
     if written is not None:
-        # What the plain loop stacks says little of what it need stack: the rules decide, or an iteration by itself.
+        # The plain loop stacks more than it needs to: in loops, rules or a separately compiled iteration decide.
         known = {-1, *written.loops}
         inside = {
             v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop not in known
@@ -211,10 +212,10 @@ def _with_index_arrays(
     index: Mapping[jex.Var, int],
     small_nbytes: float,
 ) -> set[int]:
-    """Return the indices of gathers and scatters with batch dimensions, and give them the size of what XLA:CPU makes
-    of them: in memory, once for all that read the same indices, each has its place in the batch beside it.
+    """Return the indices of gathers and scatters with batch dimensions, and give them their size in XLA:CPU: it writes
+    them once for all operations that read the same indices, each index with its position in the batch.
 
-    **Arguments:** `small_nbytes` up to which, together, they stay what they are, as labels of a batch.
+    **Arguments:** `small_nbytes`: if the total is no more than this, they keep their size, as labels of a batch do.
     """
     found: dict[int, int] = {}
     for eqn in eqns:
@@ -232,25 +233,25 @@ def _with_index_arrays(
 
 
 def _as_copy(value: Value, device: DeviceSpec) -> Value:
-    """Return a copy in fewer bits, which is written to be saved."""
+    """Return a copy in fewer bits, with the time of writing it as the cost of saving."""
     return replace(value, saved_seconds=max(value.saved_seconds, value.nbytes / device.bandwidth))
 
 
 def _name(eqn: jex.JaxprEqn) -> str:
-    """Return the primitive's name, or what the graph knows the equation as."""
+    """Return the primitive's name, or the graph's name for it."""
     if is_gather(eqn):
         return GATHER
     return FETCH if is_fetch(eqn) else PUT if is_put(eqn) else eqn.primitive.name
 
 
 def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[Pin]:
-    """Return the program's own hints: of a value that is a view of another, the one that is in memory; of a stage,
-    the first node that reads the cotangent.
+    """Return the pins of the program's hints: for a view, on the value that is in memory; for a stage, at the first
+    node that reads the cotangent.
     """
     found = []
     for hint in traced.hints:
         if (v := index.get(hint.variable)) is None:
-            continue  # nothing needs it
+            continue  # no equation needs it
         if hint.action == "stage":
             found.extend(Pin("stage", n, hint.origin) for n in graph.readers[v][:1])
             continue
@@ -261,14 +262,14 @@ def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[
 
 
 def as_stacked(graph: Graph) -> Graph:
-    """Return the graph with all in memory that the plain step's forward loops stack for its backward loops."""
+    """Return the graph with all values materialised that the plain step's forward loops stack for backward loops."""
     stacked = handed_over(graph)
     values = (replace(v, materialised=v.materialised or v.id in stacked) for v in graph.values)
     return replace(graph, values=tuple(values))
 
 
 def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> None:
-    """Give no memory of its own to what loops carry of these arguments and write over them."""
+    """Give no memory to values that loops carry in place of these arguments and overwrite."""
     for node in nodes:
         if node.primitive in ("scan_carry", *OVERWRITING) and not over.isdisjoint(node.inputs[:1]):
             over.update(node.outputs)
@@ -277,16 +278,14 @@ def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> No
 
 
 def _length(eqn: jex.JaxprEqn, loop: Loop | None) -> int:
-    """Return how many of a value of this equation a backward loop finds where it is saved, 0 where none looks for
-    it.
-    """
+    """Return how many values of this equation a backward loop reads if they are saved, 0 if it reads none."""
     if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
         return 0
     return loop.length
 
 
 def _small(sizes: Sequence[int]) -> int:
-    """Return the size up to which values are always saved, of these sizes in ascending order."""
+    """Return the size up to which values are always saved, given all sizes in ascending order."""
     total, together = sum(sizes), 0
     limit = int(SMALL_SHARE * total)
     for size, group in groupby(sizes):
@@ -304,7 +303,7 @@ def _by_compiler(
     values: Sequence[Value],
     written: Mapping[int, Sequence[int]],
 ) -> set[int]:
-    """Return the values whose buffers the compiled plain step writes, and those that the backward pass needs in
+    """Return the values whose buffers the compiled plain step writes, and those that the backward pass reads from
     memory.
     """
     chosen = {
@@ -318,17 +317,16 @@ def _by_compiler(
 
 
 def _unnamed(nodes: Sequence[Node], written: Mapping[int, Sequence[int]]) -> set[int]:
-    """Return the results of convolutions of which the compiled program says nothing: XLA:CPU makes matrix products
-    of some, or turns their operands around, and what it puts in their place may have no name. It is no part of
-    another kernel.
+    """Return the results of convolutions that the compiled program does not name: XLA:CPU turns some into matrix
+    products, or swaps their operands, and the replacement may have no name. It is never fused into another kernel.
     """
     lost = (n for n in nodes if n.primitive == "conv_general_dilated" and n.id not in written)
     return {v for node in lost for v in node.outputs}
 
 
 def _by_rules(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
-    """Return what XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far
-    apart.
+    """Return the values that XLA's fusion usually leaves in memory: results and operands of heavy work, and values that
+    several distant kernels read.
     """
     chosen = {v for node in nodes if node.fusion_root for v in node.outputs}
     chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
@@ -352,7 +350,7 @@ def _read_in_memory(
     values: Sequence[Value],
     which: Callable[[Node], bool],
 ) -> set[int]:
-    """Return the values that contractions and the like read: those are in memory whatever their producer is."""
+    """Return the values that contractions and other such nodes read: they are in memory whatever their producer is."""
     chosen = set()
     for node in nodes:
         if node.contraction and which(node):
@@ -365,8 +363,8 @@ def _read_in_memory(
 
 
 def estimate_base(traced: Traced) -> MemoryStats:
-    """Return what of the step's memory is there all the time, assuming that donated buffers are reused where sizes
-    agree.
+    """Return the step's memory that is always in use, assuming that donated buffers are reused by outputs of equal
+    size.
     """
     jaxpr = traced.jaxpr.jaxpr
     used = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}

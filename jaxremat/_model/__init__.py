@@ -1,10 +1,10 @@
-"""A step in plain numbers: its graph, and the memory and the time of a schedule.
+"""A step in plain numbers: its graph, and the memory and time of a schedule.
 
-In: sizes, seconds, readers of values. Out: stages, schedules, profiles. Law: no JAX here; `simulate` is the only
-definition of memory and time, by which every solver is judged.
+In: sizes, seconds, the readers of each value. Out: stages, schedules, profiles. Invariant: no JAX in this room;
+`simulate` is the only definition of memory and time, and every solver is judged by it.
 
-Reading order: `_graph`, `_stages` (where the backward pass may stop and recompute), `_schedule`, `_simulate` (on a
-`_tape`), `_timeline`; then what the graph derives: `_later_passes` (of steps that differentiate several times),
-`_optimizer_updates`; what surrounds it: `_device_specs`, `_primitive_names`, `_pins`; which variants the step may take:
-`_variant`, `_sites` with `_loop_levels`; and `_example_graphs`, on which planners are tried.
+Reading order: `_graph`, `_stages` (the cuts of the backward pass), `_schedule`, `_simulate` (on a `_tape`),
+`_timeline`; then properties derived from the graph: `_later_passes` (of steps that differentiate several times),
+`_optimizer_updates`, `_host_copies`; its surroundings: `_device_specs`, `_primitive_names`, `_pins`; the variants that
+a step may take: `_variant`, `_sites` with `_loop_levels`; and `_example_graphs`, for testing planners.
 """

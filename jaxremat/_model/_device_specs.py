@@ -14,12 +14,12 @@ from .._runtime._files import read
 
 # NumPy's spellings of the types that the table spells as HLO does.
 _SPELLING = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "s", "bool": "pred"}
-# Where a device has no rate of its own for a type: the next type to ask for, in the end always f32.
+# If a device has no rate for a type, the type whose rate applies instead; the last resort is f32.
 _FALLBACK = {"f8": "f16", "f16": "bf16", "c128": "f64"}
 
 
 KERNEL_RATES = {"bf16": 0.5, "f16": 0.5, "f32": 0.25}
-"""The share of a device's rate for large matrix products that attention's kernels reach, by HLO type.
+"""The share of a device's rate for large matrix products that attention kernels reach, by HLO type.
 
 Measured on an H200 (`examples/benchmarks/results/attention`): with 2-byte numbers 0.40 to 0.54 at width 64 and 0.52 to
 0.69 at width 128, forward and backward; with f32 at width 64 0.32 forward and 0.21 backward.
@@ -29,19 +29,20 @@ _THREADS_SECONDS = 1.3e-4
 """Time for eight devices of one CPU process to gather or sum 32 bytes each: measured on 2 cores, with jax 0.10."""
 
 _RING_SECONDS, _NVLINK_STEP_SECONDS, _PCIE_STEP_SECONDS, _RING_STEPS = 8.4e-6, 3.4e-6, 5.7e-6, 7
-"""Latencies by NCCL's own model of time (`src/graph/tuning.cc`: a ring, protocol Simple): of a collective, and of each
-of the steps in which eight devices gather, or add up and scatter."""
+"""Latencies in NCCL's own model of time (`src/graph/tuning.cc`: a ring, protocol Simple): of a collective, and of each
+of the steps in which eight devices gather, or sum and scatter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """How a GPU is built, as XLA's GPU compiler asks.
+    """The hardware figures of a GPU, as XLA's GPU compiler asks for them.
 
     **Arguments:** `capability` CUDA's compute capability (major, minor); `cores` streaming multiprocessors, each with
-    `lanes` f32 units, `threads` resident threads and `shared_nbytes` of shared memory, of which one block may ask for
+    `lanes` f32 units, `threads` resident threads and `shared_nbytes` of shared memory, of which one block may use
     `block_shared_nbytes`; `l2_nbytes` of cache; `clock_ghz` at boost; `bandwidth` of the memory in bytes/s, by
     datasheet; `accelerated` whether the compiler may use architecture-specific instructions (Hopper and later); `link`
-    to other GPUs of the host in bytes/s of one direction (NVLink, half of the datasheet's rate), 0 where it is PCIe.
+    to other GPUs of the host in bytes/s of one direction (NVLink, half of the datasheet's rate), 0 for PCIe.
     """
 
     capability: tuple[int, int]
@@ -57,8 +58,8 @@ class Chip:
     link: float = 0.0
 
     def channels_last(self, dtype: str) -> bool:
-        """Return whether XLA convolves images of such numbers (`"float32"`) with the channels innermost, else
-        before pixels: read off the programs that it compiles for each of these devices.
+        """Return whether XLA convolves images of a type (`"float32"`) with the channels innermost; otherwise they come
+        before the pixels. Read off the programs that it compiles for each of these devices.
         """
         since = {"float16": (7, 0), "bfloat16": (8, 0)}.get(dtype, (9, 0))
         return self.capability >= since
@@ -66,8 +67,8 @@ class Chip:
     def config(self, name: str) -> str:
         """Return XLA's target configuration (`GpuTargetConfigProto` as text).
 
-        The memory is given as 1 TiB, so that XLA's own rematerialisation, which acts near the limit, leaves the
-        program as it is: budgets are the planner's business.
+        The memory is given as 1 TiB: XLA's own rematerialisation acts near the limit, and must not change the program,
+        because budgets are the planner's responsibility.
         """
         major, minor = self.capability
         extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
@@ -112,13 +113,13 @@ class DeviceSpec:
 
     **Arguments:**
 
-    - `name`, `platform`: for people; `platform` is JAX's (`"cpu"`, `"gpu"`).
+    - `name`, `platform`: `name` is for people; `platform` is JAX's (`"cpu"`, `"gpu"`).
     - `memory_nbytes`: bytes that programs may use.
     - `bandwidth`: bytes/s between the device's memory and its arithmetic, reads plus writes.
     - `peak_flops`: pairs (HLO type name, flop/s) that large matrix products reach.
     - `launch_seconds`: fixed cost of one kernel.
     - `host_link`: bytes/s from device to host memory, one direction.
-    - `chip`: how a GPU is built, None for other devices.
+    - `chip`: the hardware figures of a GPU, None for other devices.
     """
 
     name: str
@@ -137,16 +138,16 @@ class DeviceSpec:
 
     @property
     def collective_seconds(self) -> float:
-        """Seconds that a collective of the devices of a host takes however little they send."""
+        """The least seconds of a collective of a host's devices, however few bytes they send."""
         if self.platform == "cpu":
             return _THREADS_SECONDS
         nvlink = self.chip is not None and self.chip.link
         return _RING_SECONDS + _RING_STEPS * (_NVLINK_STEP_SECONDS if nvlink else _PCIE_STEP_SECONDS)
 
     def peak(self, dtype: str) -> float:
-        """flop/s for a type, spelled as HLO (`"bf16"`) or as NumPy (`"bfloat16"`).
+        """Return the flop/s of a type, spelled as in HLO (`"bf16"`) or in NumPy (`"bfloat16"`).
 
-        A type without an entry runs like a relative: f8 like f16 like bf16, c128 like f64, the rest like f32.
+        A type without an entry has the rate of a related one: f8 of f16, f16 of bf16, c128 of f64, the rest of f32.
         """
         rates = dict(self.peak_flops)
         stem = re.match(r"[a-z]+", dtype)
@@ -200,11 +201,10 @@ def _gpu(
     launch: float = 3e-6,
     chip: Chip | None = None,
 ) -> DeviceSpec:
-    """Datasheet figures, in GB, TB/s, Tflop/s without sparsity and GB/s per direction, to a spec.
+    """Convert datasheet figures, in GB, TB/s, Tflop/s without sparsity and GB/s per direction, to a spec.
 
-    JAX multiplies f32 matrices in TF32 where the device has it (Ampere and later, with
-    `jax_default_matmul_precision` unset), so that rate stands for f32. Where there is no bf16 arithmetic,
-    XLA computes in f32.
+    JAX multiplies f32 matrices in TF32 on devices that have it (Ampere and later, with `jax_default_matmul_precision`
+    unset), so that rate stands for f32. Without bf16 arithmetic, XLA computes in f32.
     """
     single = tf32 * _TF32 or f32 * _VECTOR
     rates = {"f32": single, "bf16": bf16 * _TENSOR or single, "f16": f16 * f16_share, "f64": f64 * _VECTOR}
@@ -237,9 +237,7 @@ _MIB = 2**20
 def _chip(
     capability: tuple[int, int], cores: int, l2_mib: int, clock_ghz: float, bandwidth: float, **build: Any
 ) -> Chip:
-    """Return a chip from its datasheet: L2 cache in MiB, clock in GHz, bandwidth in GB/s, and what its family
-    shares.
-    """
+    """Return a chip from its datasheet (L2 cache in MiB, clock in GHz, bandwidth in GB/s) and its family's figures."""
     return Chip(
         capability=capability,
         cores=cores,
@@ -318,10 +316,11 @@ DEVICES: Mapping[str, DeviceSpec] = {
 CPU = DeviceSpec(
     "CPU", "cpu", 24 << 30, 4.5e10, (("f32", 1.6e11), ("bf16", 1.6e11), ("f64", 8.7e10)), 5e-7, 4.5e10
 )
-"""Every processor: two cores of a server's with 512-bit vectors, in large products, streams and small kernels in loops.
+"""The row for every processor: two cores of a server with 512-bit vectors, in large products, streams and small kernels
+in loops.
 
-One row, because plans depend on ratios: of f32 operations to bytes 3.6 here, and 3 to 8 where few cores share a memory.
-A measurement depends on what else runs: on one machine it gave 44 to 120 GB/s, and plans that differed.
+One row suffices, because plans depend on ratios: f32 operations per byte are 3.6 here, and 3 to 8 where few cores share
+a memory. A measurement depends on what else runs: one machine gave 44 to 120 GB/s, and plans that differed.
 `profile="measure"` times single operations.
 """
 
@@ -347,6 +346,6 @@ _KINDS: tuple[tuple[frozenset[str], str], ...] = tuple(
 
 
 def find(kind: str) -> str | None:
-    """Return the name in `DEVICES` of a `jax.Device`'s kind."""
+    """Return the key in `DEVICES` for the `device_kind` of a `jax.Device`."""
     words = frozenset(re.findall(r"[a-z0-9]+", kind.lower()))
     return next((key for wanted, key in _KINDS if wanted <= words), None)

@@ -1,6 +1,6 @@
-"""Sizes, seconds, who reads whom -> small graphs: a builder, and the shapes on which planners are tried.
+"""Sizes, seconds, readers -> small graphs: a builder, and the shapes on which planners are tested.
 
-Law: equal calls give equal graphs.
+Invariant: equal calls give equal graphs.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,9 @@ class Builder:
         primitive: str = "op",
         scope: str = "",
     ) -> tuple[int, ...]:
-        """Return the ids of a new node's outputs; it is of the forward pass if no stage has begun, unless told
-        otherwise.
-        """
+        """Return the ids of a new node's outputs; by default it is a forward node if no stage has begun."""
         n = len(self.nodes)
+        # One flag stands for all outputs.
         written = [materialised] * len(sizes) if isinstance(materialised, bool) else list(materialised)
         returned = [is_output] * len(sizes) if isinstance(is_output, bool) else list(is_output)
         outputs = tuple(self._value(n, *row) for row in zip(sizes, written, returned, strict=True))
@@ -71,7 +70,7 @@ class Builder:
         self.starts.append(len(self.nodes))
 
     def graph(self, *, base: int = 0, small: int = 0) -> Graph:
-        """Return the graph; a step takes the seconds of all its kernels."""
+        """Return the graph; its step takes the seconds of all its kernels."""
         stops = [*self.starts[1:], len(self.nodes)]
         graph = Graph(
             nodes=tuple(self.nodes),
@@ -90,9 +89,9 @@ class Builder:
 
 
 def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
-    """Return the graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
+    """Return the graph with its forward pass as a loop of that length, and all its stages as its backward loop.
 
-    **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
+    **Arguments:** `saved_seconds` the cost of stacking each value that need not be saved.
     """
     stop = graph.forward_stop
     nodes = tuple(replace(n, loop=int(n.id >= stop), contraction=n.fusion_root) for n in graph.nodes)
@@ -108,9 +107,9 @@ def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
 
 
 def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None) -> Graph:
-    """`x[i+1] = f(x[i])`; stage `k` reads `x[length - k]` and the cotangent, and makes the next cotangent.
+    """Return `x[i+1] = f(x[i])`; stage `k` reads `x[length - k]` and the cotangent, and computes the next cotangent.
 
-    Values 1 to `length` are `x[1]` to `x[length]`, made by nodes 0 to `length - 1`; cotangents are of size one.
+    Values 1 to `length` are `x[1]` to `x[length]`, outputs of nodes 0 to `length - 1`; cotangents are of size one.
     """
     build = Builder()
     x = build.argument()
@@ -131,7 +130,7 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
     """Return a chain of blocks: a stream value of size one, `inner` values of size `big` per block, one stage per
     block.
 
-    The second of the inner values is fused, the last inner value adds back to the stream.
+    The second of the inner values is fused, the last one adds back to the stream.
     """
     build = Builder()
     stream = build.argument()
@@ -156,9 +155,8 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
 
 
 def passes(count: int, length: int, *, size: int = 2) -> Graph:
-    """Return a chain that is differentiated `count` times one after the other, each time with other parameters,
-    which the gradients before have moved. A stage for each layer; each later forward pass is in the last stage
-    before it.
+    """Return a chain that is differentiated `count` times in sequence, each time with other parameters, which the
+    previous gradients have updated. Each layer has a stage; each later forward pass is in the last stage before it.
     """
     build = Builder()
     x = build.argument()
@@ -186,8 +184,8 @@ def passes(count: int, length: int, *, size: int = 2) -> Graph:
 
 
 def diamond() -> Graph:
-    """Return two branches from one value, joined; the backward pass reads both branches in one stage and the root
-    last.
+    """Return two branches from one value, joined; one stage of the backward pass reads both branches, the last the
+    root.
     """
     build = Builder()
     x = build.argument()
@@ -205,7 +203,7 @@ def diamond() -> Graph:
 
 
 def unrepeatable() -> Graph:
-    """Return a chain whose second value comes from a callback, which may run only once, beside a small value."""
+    """Return a chain whose second value comes from a callback, which may run only once; another value is small."""
     build = Builder()
     x = build.argument()
     (a,) = build.node([x], [4], seconds=2.0)
@@ -222,7 +220,7 @@ def unrepeatable() -> Graph:
 
 
 def forward_only() -> Graph:
-    """Return a step without a backward pass: nothing to plan."""
+    """Return a step without a backward pass, which leaves no choice to a planner."""
     build = Builder()
     (a,) = build.node([build.argument()], [2])
     build.node([a], [1], is_output=True)
@@ -230,10 +228,10 @@ def forward_only() -> Graph:
 
 
 def skips(depth: int) -> Graph:
-    """Return a U: `depth` levels down and up, each level up reads the level down beside it; values halve on the way
-    down.
+    """Return a U: `depth` levels down and up; each level up reads the level down of its size, and sizes halve on the
+    way down.
 
-    The values of the first levels are the largest, are made first and are read last.
+    The values of the first levels are the largest, are computed first and are read last.
     """
     build = Builder()
     x = build.argument()
@@ -259,8 +257,8 @@ def skips(depth: int) -> Graph:
 
 
 def uneven(length: int) -> Graph:
-    """Return a chain of values of sizes 1 to 5 whose seconds have nothing to do with their sizes; every third is
-    scratchy.
+    """Return a chain of values of sizes 1 to 5 whose seconds are unrelated to their sizes; every third node has scratch
+    memory.
     """
     build = Builder()
     x = build.argument()
@@ -279,9 +277,7 @@ def uneven(length: int) -> Graph:
 
 
 def siblings() -> Graph:
-    """Return a node with two large results, which different stages read: one may be saved and the other
-    recomputed.
-    """
+    """Return a node with two large results, read by different stages: one may be saved and the other recomputed."""
     build = Builder()
     (a, b) = build.node([build.argument()], [4, 4])
     build.stage()
@@ -292,6 +288,6 @@ def siblings() -> Graph:
 
 
 def pinned() -> Graph:
-    """Return a chain of which one value is saved and two are recomputed whatever that costs."""
+    """Return a chain with pins that save one value and recompute two, at any cost."""
     pins = (Pin("recompute", 2, "pin of 2"), Pin("save", 4, "pin of 4"), Pin("recompute", 5, "pin of 5"))
     return replace(chain(6, size=2), pins=pins)

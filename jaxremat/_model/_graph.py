@@ -1,17 +1,15 @@
 """The planner's view of a step: plain ints, floats and strings, no JAX object.
 
-A `Graph` is a schedule of `Node`s that read and write `Value`s. Nodes stand in execution order; the first
-`stages[0].start` of them are the forward pass and every later node belongs to one `Stage`. Values that the forward
-pass makes and a stage reads are *residuals*; the planner decides which are saved and in which stages the others
-are recomputed.
+A `Graph` is a schedule of `Node`s that read and write `Value`s. Nodes stand in execution order: the first
+`stages[0].start` are the forward pass, and every later node belongs to one `Stage`. Values that the forward pass
+computes and a stage reads are *residuals*; the planner decides which are saved, and in which stages the others are
+recomputed.
 
-Only *materialised* values occupy memory. The others live inside the kernels that XLA fuses their producers into:
-reading one means reading its materialised `sources` again.
+Only *materialised* values occupy memory. The others exist only inside the kernels into which XLA fuses their producers:
+reading such a value means reading its materialised `sources`.
 
-Graph -> the kernels whose result takes over the memory of an operand that dies there.
-
-Platform -> what its compiler does with a step, as far as plans depend on it.
-
+`Backend` describes the compiler of a platform, as far as plans depend on it. `in_place` returns the kernels whose
+result takes over the memory of an operand that is read for the last time.
 """
 
 import functools
@@ -34,11 +32,11 @@ class Backend:
 
     **Fields:**
 
-    - `materialises_eagerly`: it makes large arrays (broadcasts, zeros, operands in another layout, costly pointwise
-      results) long before they are read, unless a barrier holds back what they are made of.
-    - `fuses_reductions`: it makes one kernel of a reduction or an update and of what makes its operands, which a
-      barrier would cut in two. So barriers are few, updates run in the stage of their gradient, and the kernels of a
-      compiled program say what it costs.
+    - `materialises_eagerly`: it computes large arrays (broadcasts, zeros, operands in another layout, costly pointwise
+      results) long before they are read, unless a barrier holds their operands back.
+    - `fuses_reductions`: it fuses a reduction or an update with the producers of its operands. A barrier would split
+      that kernel, so barriers are few, updates run in the stage of their gradient, and step times are read off compiled
+      kernels.
     """
 
     materialises_eagerly: bool
@@ -47,7 +45,7 @@ class Backend:
 
 @functools.cache
 def backend(platform: str) -> Backend:
-    """Return the compiler of a platform, by JAX's name (`"cpu"`, `"gpu"`, ...)."""
+    """Return the compiler of a platform, given JAX's name (`"cpu"`, `"gpu"`, ...)."""
     return Backend(materialises_eagerly=platform == "cpu", fuses_reductions=platform != "cpu")
 
 
@@ -57,14 +55,14 @@ class Value:
 
     **Fields:**
 
-    - `id`: its dense index. `producer`: the id of the node that makes it, -1 for arguments and constants.
+    - `id`: its dense index. `producer`: the id of the node that computes it, -1 for arguments and constants.
     - `nbytes`: its size on one device. `materialised`: whether it is written to memory. `is_output`: whether the step
       returns it.
     - `shape` as text (`f32[32,56,56,64]`); `name`: the user's `checkpoint_name`, or "".
-    - `length`: the number of iterations of a forward loop that make one each; if the value is saved for a loop of the
-      backward pass, all of them are stacked. 0 outside of loops.
+    - `length`: the trip count of the forward loop that computes one such value per iteration; saved for a backward
+      loop, all of them are stacked. 0 outside of loops.
     - `saved_seconds`: the time of the copies into such a stack and out of it.
-    - `axes`: of an image, from the outermost to the innermost in memory; () where they are in the program's order.
+    - `axes`: an image's axes, from the outermost to the innermost in memory; () for the program's order.
     """
 
     id: int
@@ -80,7 +78,7 @@ class Value:
 
     @property
     def saved_nbytes(self) -> int:
-        """The bytes that saving it takes: `nbytes` for each iteration."""
+        """The bytes that saving the value takes: `nbytes` for each iteration."""
         return self.nbytes * (self.length or 1)
 
 
@@ -93,16 +91,16 @@ class Node:
     - `id`: its place in the schedule. `primitive`: its name in JAX. `inputs` and `outputs`: ids of values.
     - `seconds`: the time of running it once more on the device, for all iterations of its loop. `flops`: of one
       iteration. `workspace_nbytes`: scratch memory while it runs.
-    - `fusable_into`: nodes of the backward pass into whose kernel the compiler fuses it if they run in the same stage.
-      `fused_seconds`: its time there, if no other recomputed node reads its result.
-    - `summed_nbytes` and `gathered_nbytes`: the bytes that a device sends in an iteration to sum parts of the result,
-      and for other reasons.
-    - `fusion_root`: whether it is a kernel of its own (a contraction, reduction, loop, ...) that no reader can absorb.
-      `contraction`: whether its operands must be in memory, because it absorbs none of them.
-    - `forward`: whether its outputs may be residuals. `repeatable`: whether it may run twice. `decides`: whether it may
-      not because it makes a decision or computes an operand of one.
+    - `fusable_into`: nodes of the backward pass into whose kernel the compiler fuses it if both run in the same stage.
+      `fused_seconds`: its time in that kernel, if no other recomputed node reads its result.
+    - `summed_nbytes` and `gathered_nbytes`: the bytes that a device sends per iteration to sum partial results, and for
+      other reasons.
+    - `fusion_root`: whether it is a separate kernel (a contraction, reduction, loop, ...) that no reader can absorb.
+      `contraction`: whether its operands must be in memory, because it absorbs none of their producers.
+    - `forward`: whether its outputs may be residuals. `repeatable`: whether it may run twice. `decides`: whether it
+      must not because it makes a decision, or computes an operand of one.
     - `scope`: its JAX name stack. `source`: the user's line, `file.py:12 (function)`.
-    - `loop`: the loop in whose body it is, -1 for none. The nodes of a loop are consecutive.
+    - `loop`: the loop whose body contains it, -1 for none. The nodes of a loop are consecutive.
     """
 
     id: int
@@ -131,7 +129,7 @@ class Pin:
     """A decision of the user's, which every solver follows.
 
     **Fields:** `action`: `"save"`, `"recompute"` or `"offload"` for a value, or `"stage"` for a cut of the backward
-    pass. `at`: the value's id, or the node before which a stage begins. `origin`: where it comes from, `hint(...,
+    pass. `at`: the value's id, or the node before which a stage begins. `origin`: the user's call or option, `hint(...,
     "save") at model.py:12`.
     """
 
@@ -144,7 +142,7 @@ class Pin:
 class Stage:
     """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
 
-    **Fields:** `finished`: the values (weight gradients, statistics) that mark its end. `deferred`: those of its nodes
+    **Fields:** `finished`: the values (weight gradients, statistics) that mark its end. `deferred`: its nodes
     (optimizer updates) that wait for the next barrier, see `Graph.released`.
     """
 
@@ -166,10 +164,10 @@ class Graph:
       time, to which overheads are relative. `small_nbytes`: residuals up to this size are always saved.
     - `donated`: the arguments whose memory the step's outputs reuse.
     - `platform`: the compiler's, by JAX's name (`"cpu"`, `"gpu"`).
-    - `parents`: for each loop the loop around it, -1 for none. `groups`: a number for each loop that only its pair
-      shares. `loop_lengths`: the iterations of each.
+    - `parents`: for each loop the loop around it, -1 for none. `groups`: a number for each loop, shared only by the two
+      loops of a pair. `loop_lengths`: the iterations of each.
     - `extra_seconds`: the extra time of this `form` of the step before anything is saved in loops or recomputed;
-      negative where it is faster.
+      negative if it is faster.
     - `pins`: the user's decisions. `counts_forward`: whether memory counts in the forward pass too, or only from its
       end on (see `_residuals`). `host`: the host memory to which values may be offloaded, None for none.
     """
@@ -192,13 +190,13 @@ class Graph:
     host: HostMemory | None = None
 
     def alike(self, other: "Graph") -> bool:
-        """Return whether the other graph has the same form, and host memory if this one has: the model then errs in the
-        same way.
+        """Return whether the model errs in the same way for both graphs: equal forms, and both with or without host
+        memory.
         """
         return self.form == other.form and (self.host is None) == (other.host is None)
 
     def around(self, node: int) -> int:
-        """Return the innermost loop that holds both this node and the one before it, -1 for none."""
+        """Return the innermost loop that contains both this node and the one before it, -1 for none."""
         before = self.loops_of(node - 1) if node else ()
         return next((loop for loop in self.loops_of(node) if loop in before), -1)
 
@@ -207,7 +205,7 @@ class Graph:
         return self.within(self.nodes[node].loop)
 
     def within(self, loop: int) -> tuple[int, ...]:
-        """Return a loop and the loops around it, the innermost first; none for -1."""
+        """Return a loop and the loops around it, the innermost first; () for -1."""
         found = []
         while loop >= 0:
             found.append(loop)
@@ -222,7 +220,7 @@ class Graph:
 
     @cached_property
     def total_trips(self) -> tuple[int, ...]:
-        """How often each loop's body runs in one step: its iterations times those of all loops around it."""
+        """The runs of each loop's body in one step: its iterations times those of all loops around it."""
         found: list[int] = []
         for length, parent in zip(self.loop_lengths, self.parents, strict=True):
             found.append(length * (found[parent] if parent >= 0 else 1))
@@ -245,7 +243,7 @@ class Graph:
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """The materialised values that a kernel reads to read each value; the value itself if materialised.
 
-        Arguments and constants are always there and count as no source.
+        Arguments and constants are always in memory and count as no source.
         """
         sources: list[tuple[int, ...]] = [()] * len(self.values)
         for value in self.values:
@@ -270,7 +268,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes that read each value, by any name, in order."""
+        """The nodes that read each value, in order, whether or not it is materialised."""
         readers: list[list[int]] = [[] for _ in self.values]
         for node in self.nodes:
             for v in node.inputs:
@@ -284,8 +282,8 @@ class Graph:
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
 
     def joins(self, n: int, stage: int) -> int:
-        """Return the node whose kernel a recomputed node is fused into, if none of the other recomputed nodes reads
-        it; -1 for none.
+        """Return the node of this stage into whose kernel a recomputed node is fused, -1 for none. It holds only if no
+        other recomputed node reads the result.
         """
         return next((m for m in self.nodes[n].fusable_into if self.stage_of[m] == stage), -1)
 
@@ -296,7 +294,7 @@ class Graph:
 
     @cached_property
     def played(self) -> dict[Any, Any]:
-        """The profiles of the last few schedules that were simulated; see `simulate`."""
+        """The profiles of the last few simulated schedules; see `simulate`."""
         return {}
 
     @cached_property
@@ -306,7 +304,7 @@ class Graph:
 
     @cached_property
     def kernel(self) -> tuple[bool, ...]:
-        """Whether each node writes memory or is heavy, so that it runs as (the root of) a kernel."""
+        """Whether each node writes memory or is heavy, and so runs as a kernel (or as the root of one)."""
         return tuple(
             n.fusion_root or not n.outputs or any(self.values[v].materialised for v in n.outputs)
             for n in self.nodes
@@ -353,7 +351,7 @@ class Graph:
 
     @cached_property
     def away(self) -> Offload:
-        """Which values may be in host memory between their readers, and when."""
+        """The values that may be offloaded between their readers, and the times of their copies."""
         return Offload(self)
 
     @cached_property
@@ -366,24 +364,22 @@ class Graph:
         return lingering
 
     def released(self, stage: int) -> int:
-        """Return the stage whose barrier the deferred nodes of a stage wait for, one past the last for the step's end:
-        the next that stands in no loop.
+        """Return the stage whose barrier releases a stage's deferred nodes: the next outside of loops, or one past the
+        last.
         """
         later = range(stage + 1, len(self.stages))
         return next((k for k in later if self.around(self.stages[k].start) < 0), len(self.stages))
 
     def holdable(self, value: int, stage: int) -> bool:
-        """Return whether the stage before can recompute the value and hand it on into the stage: never in or out of
-        a loop.
-        """
+        """Return whether the stage before can recompute the value and hand it on: never into a loop or out of one."""
         if stage <= self.stage_of[self.values[value].producer] + 1:
             return False
         before, loop = (self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1])
         return before == loop and self.repeats(loop, self.nodes[self.values[value].producer].loop)
 
     def kept_by(self, value: int, loop: int) -> int:
-        """Return the outermost loop that keeps a value because it is read in `loop`: each iteration of a loop that does
-        not make the value may read it. -1 for none, as for loops of one iteration.
+        """Return the outermost loop that keeps a value because `loop` reads it, -1 for none: each iteration of a loop
+        that does not compute the value may read it. Loops of one iteration do not count.
         """
         made, kept = self.values[value].producer, -1
         while loop >= 0 and loop not in self.loops_of(made):
@@ -391,18 +387,16 @@ class Graph:
         return kept
 
     def reader_loop(self, node: Node) -> int:
-        """Return the loop in whose iterations a node reads its operands: the node that starts a carry reads in the
-        loop around its own.
-        """
+        """Return the loop in whose iterations a node reads its operands: for a carry's start, the surrounding one."""
         return self.parents[node.loop] if node.primitive == "scan_carry" else node.loop
 
     def kept_until(self, value: int, loop: int) -> int:
-        """Return the last node of that loop, -1 where there is none."""
+        """Return the last node of the loop that `kept_by` returns, -1 for none."""
         kept = self.kept_by(value, loop)
         return self.loop_stop[kept] - 1 if kept >= 0 else -1
 
     def repeats(self, loop: int, other: int) -> bool:
-        """Return whether a node of one loop's body (-1: of none) may be run again in another's body."""
+        """Return whether a node of one loop's body may run again in another's; -1 stands for no loop."""
         return loop == other or (min(loop, other) >= 0 and self.groups[loop] == self.groups[other])
 
     def recomputable(self, value: int) -> bool:
@@ -419,16 +413,16 @@ class Graph:
         return tuple(tuple(sorted(v for v in group if self.is_residual(v))) for group in needs)
 
     def needs(self, stage: int) -> tuple[int, ...]:
-        """Return the residuals that the stage's own nodes read."""
+        """Return the residuals that the stage's nodes read, those of its recomputation not included."""
         return self._needs[stage]
 
     def is_small(self, value: int) -> bool:
-        """Return whether the value is saved because it is small: never in loops, if each stack has its own kernel."""
+        """Return whether the value is saved because it is small; never in loops if each stack needs its own kernel."""
         small = self.values[value].saved_nbytes <= self.small_nbytes
         return small and not (self.values[value].length and self.backend.fuses_reductions)
 
     def is_residual(self, value: int) -> bool:
-        """Return whether the forward pass made the value."""
+        """Return whether the forward pass computed the value."""
         producer = self.values[value].producer
         return producer >= 0 and self.nodes[producer].forward
 
@@ -438,7 +432,7 @@ class Graph:
         return self.stages[0].start if self.stages else len(self.nodes)
 
     def computed_nbytes(self, n: int) -> int:
-        """Return the bytes that a node reads of computed values, not of arguments."""
+        """Return the bytes of a node's operands that the step computes, arguments not included."""
         return sum(self.values[v].nbytes for v in self.nodes[n].inputs if self.values[v].producer >= 0)
 
     def kernels(self) -> Iterator[Node]:
@@ -447,9 +441,9 @@ class Graph:
 
 
 def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
-    """Return whether no later node reads the value (of this size), which the step made, under any schedule.
+    """Return whether this node is the last under any schedule to read a value (of this size) that the step computed.
 
-    Of the forward pass's values it is known where compilers fuse: XLA:CPU may keep them under another kernel's result.
+    For forward values this is known only where the compiler fuses: XLA:CPU may keep them under another kernel's result.
     """
     value = graph.values[v]
     own = value.producer >= 0 and not value.is_output
@@ -459,7 +453,7 @@ def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
 
 
 def _begun(graph: Any) -> frozenset[int]:
-    """Return the carries of loops in the memory of what they begin with: it is for nothing else, and none of it runs
+    """Return the carries of loops in the memory of their initial value: no other node reads it, and carries never run
     again.
     """
     values, carries = graph.values, (node for node in graph.nodes if node.primitive == "scan_carry")
@@ -475,12 +469,13 @@ def _begun(graph: Any) -> frozenset[int]:
 
 @mechanism("in-place results", off=lambda _: frozenset())
 def in_place(graph: Any) -> frozenset[int]:
-    """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
+    """Return the nodes of the backward pass whose result takes over the memory of an operand that is read for the last
+    time.
 
-    These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that nobody else
-    reads later, nor a reduction that is fused into the kernel; and carries, in either pass.
+    These are pointwise kernels and those of `OVERWRITING` with an operand of the result's size that no later node
+    reads, and no reduction that is fused into the kernel; and carries, in either pass.
     """
-    # what reductions that a fused value hides read, before any of it may be written over
+    # Operands of reductions hidden in a fused value: the kernel reads them in full before it may overwrite any.
     reduced: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         fused = [v for v in node.outputs if not graph.values[v].materialised]

@@ -1,20 +1,20 @@
-"""Graph -> which values may be offloaded, when their copies to the host end, and when their copies back begin.
+"""Graph -> the values that may be offloaded, when their copies to the host end, and when their copies back begin.
 
-A value leaves the device's memory when its copy to the host is complete: an *exit* waits for that, which is a product
-of the forward pass or the beginning of a stage. Copies run one at a time. The copy back begins before a stage, early
-enough for the first stage that reads the value, and so that few copies are under way at once; a stage waits for late
+Invariant: copies are placed by the clock of a step that recomputes nothing. A step that recomputes leaves more time for
+each copy, so a copy to the host always ends by its exit, and only copies back cause waiting.
+
+A value leaves the device's memory when its copy to the host is complete. An *exit* waits for that: a product of the
+forward pass, or the beginning of a stage. Copies run one at a time. The copy back begins before a stage, early enough
+for the first stage that reads the value, and spaced so that few copies are under way at once; a stage waits for late
 copies.
 
-A slice that an iteration of a forward loop makes for its backward loop is copied as it is made, and has left when the
-iteration ends. It is copied back one iteration before the one that reads it; the first slices are copied back between
-the loops. Other values of loops stay on the device.
+A forward loop copies each iteration's slice to the host as soon as it is computed; the slice has left when the
+iteration ends. It is copied back one iteration before the one that reads it, and the first slices between the loops.
+These copies run in parallel with the iteration's kernels, one at a time; if they take longer, the loop waits. Other
+values of loops stay on the device.
 
-The compiler begins every copy a fixed time before its end is due. Kernels would wait for longer copies, so values whose
+The compiler starts every copy a fixed time before its end is due. Kernels would wait for longer copies, so values whose
 copies take longer stay on the device.
-
-Law: copies are placed by the clock of a step that recomputes nothing. A step that recomputes has more time for each, so
-a copy to the host always ends by its exit, and only copies back cause waiting. The copies of an iteration run in
-parallel with its kernels, one at a time; if they take longer, the loop waits.
 """
 
 import math
@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 from ._primitive_names import FETCH, LOOP_SLICES
 
 AT_ONCE = 2
-"""Copies under way at once: with more, the compiler makes kernels wait for the first. So a loop has at most this many
-stacks in host memory."""
+"""Copies under way at once: with more, the compiler makes kernels wait for the first. So at most this many stacks of a
+loop are in host memory.
+"""
 
 SLICES = 2
-"""Slices of a stack on the device while the backward loop runs: the one that is read, and the next one."""
+"""Slices of a stack on the device while the backward loop runs: the one that is read, and the next."""
 
 
 class Pair(NamedTuple):
@@ -44,7 +45,7 @@ class Pair(NamedTuple):
 
 
 def kept_here(graph: Any, v: int) -> bool:
-    """Return whether a pin has the value saved, and not in host memory."""
+    """Return whether a pin saves the value, and on the device."""
     return v in graph.pinned["save"] and v not in graph.pinned["offload"]
 
 
@@ -60,7 +61,7 @@ class Stacks:
 
     @cached_property
     def pair_of(self) -> dict[int, Pair]:
-        """For each value whose stack may be away its loops."""
+        """The pair of loops of each value whose stack may be offloaded."""
         graph = self.graph
         pairs = {pair.forward: pair for pair in self._pairs()}
         readers: dict[int, list[int]] = {}
@@ -92,36 +93,36 @@ class Stacks:
                 yield Pair(loop, backward, range(inside[0], inside[-1] + 1))
 
     def by_pair(self, values: Iterable[int]) -> dict[Pair, list[int]]:
-        """Return these values by their loops, in the order in which they are made."""
+        """Return these values by pair of loops, in the order in which they are computed."""
         found: dict[Pair, list[int]] = {}
         for v in sorted(values, key=lambda v: self.graph.values[v].producer):
             found.setdefault(self.pair_of[v], []).append(v)
         return found
 
     def here_nbytes(self, v: int, stage: int) -> int:
-        """Return what of a stack that is away is here in a stage, -1 the forward pass behind its loop."""
+        """Return the bytes of an offloaded stack on the device in a stage; -1 is the forward pass after its loop."""
         return SLICES * self.graph.values[v].nbytes if stage in self.pair_of[v].stages else 0
 
     def copy_seconds(self, v: int) -> float:
-        """Return what copying a whole stack takes, one way."""
+        """Return the seconds of copying a whole stack, one way."""
         graph = self.graph
         loop = graph.nodes[graph.values[v].producer].loop
         trips = graph.total_trips[loop] if loop >= 0 else 1
         return trips * graph.values[v].nbytes / graph.host.link
 
     def leaving(self, v: int) -> tuple[float, float]:
-        """When the forward loop that makes a value begins and ends."""
+        """Return when the forward loop that computes a value begins and ends."""
         loop = self.pair_of[v].forward
         begin = next(n for n in range(len(self.graph.nodes)) if loop in self.graph.loops_of(n))
         return self.starts[begin], self.starts[self.graph.loop_stop[loop]]
 
     def left(self, v: int) -> float:
-        """Return of the seconds of a forward loop those that are left when its iterations have made a value."""
+        """Return the seconds of a forward loop that remain, over all iterations, after the value is computed."""
         stop = self.graph.loop_stop[self.pair_of[v].forward]
         return self.starts[stop] - self.starts[self.graph.values[v].producer + 1]
 
     def first_seconds(self, v: int) -> float:
-        """Return what copying the first slice back takes."""
+        """Return the seconds of copying the first slice back."""
         return self.copy_seconds(v) / self.graph.values[v].length
 
     def between_seconds(self, pair: Pair) -> float:
@@ -135,14 +136,13 @@ class Stacks:
         return self.starts[self.graph.loop_stop[pair.backward]] - self.starts[begin]
 
     def waits(self, values: Collection[int], again: Sequence[float]) -> dict[int, float]:
-        """Return for the first stage of each backward loop the seconds for which it and its forward loop wait for
-        copies.
+        """Return the seconds for which each pair of loops waits for copies, by the first stage of its backward loop.
 
         **Arguments:** `again` the seconds for which each stage recomputes.
         """
         found: dict[int, float] = {}
         for pair, away in self.by_pair(values).items():
-            late = there = 0.0  # by how much the last copy ends behind the loop's own work
+            late = there = 0.0  # seconds of copying after the loop's last kernel; of all copies
             for v in reversed(away):
                 there += self.copy_seconds(v)
                 late = max(late, there - self.left(v))
@@ -159,15 +159,16 @@ LEAD = 1.5
 """A copy back begins this multiple of its own duration before it is needed."""
 
 REST = 1.1
-"""An exit comes this multiple of a copy's duration after its begin, so that it need not wait."""
+"""An exit comes this multiple of a copy's duration after the copy begins, so that it need not wait."""
 
 
 class HostMemory(NamedTuple):
     """The memory of the host, as one device uses it.
 
-    **Fields:** `link` the bytes/s of copies there, and of those back; `nbytes` that values may take there, None where
-    that is not known; `ahead_seconds` before a copy has to be over the compiler begins it, wherever it may begin;
-    `sparing` whether it is used only where the plan without it takes much longer than the step, or there is none.
+    **Fields:** `link` the bytes/s of copies to the host, and of those back; `nbytes` that values may take in it, None
+    if not known; `ahead_seconds`: the compiler begins a copy at most so long before its end is due, however early the
+    copy may begin; `sparing`: use it only if the plan without it takes much longer than the step, or there is no such
+    plan.
     """
 
     link: float
@@ -177,12 +178,12 @@ class HostMemory(NamedTuple):
 
 
 class HostCopy(NamedTuple):
-    """A value that is in host memory meanwhile.
+    """A value that is in host memory between two of its readers.
 
-    **Fields:** `value`; `left` the node behind which its way to the host begins, its producer or the exit of another;
-    `gone` its exit, the node before which it has left; `begun` the stage before which its way back begins; `over` the
-    one before which it has come back, -1 where its first reader waits for it. Of a stack `gone` and `begun` are the
-    first node behind its loop and the first stage of the loop that reads it.
+    **Fields:** `value`; `left` the node after which its copy to the host begins: its producer, or the exit of another
+    copy; `gone` its exit, the node before which that copy has ended; `begun` the stage before which its copy back
+    begins; `over` the stage before which the copy back has ended, -1 if its first reader waits for it. For a stack,
+    `gone` is the first node after its loop, and `begun` the first stage of the loop that reads it.
     """
 
     value: int
@@ -193,10 +194,10 @@ class HostCopy(NamedTuple):
 
 
 class Transit(NamedTuple):
-    """A copy on its way, by the clock of `Offload.starts` and by how much the step is later than that.
+    """A copy under way, by the clock of `Offload.starts` plus the delay of the step up to then.
 
-    **Fields:** `value`; `back` whether it comes from host memory; `begin` and `end` in seconds: those of a stack
-    are of the loop beside which its slices go.
+    **Fields:** `value`; `back` whether it comes from host memory; `begin` and `end` in seconds: for a stack, those of
+    the loop that runs in parallel with the copies of its slices.
     """
 
     value: int
@@ -206,9 +207,9 @@ class Transit(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Who reads a value first in the backward pass.
+    """The first reader of a value in the backward pass.
 
-    **Fields:** the `stage`; the `node` in its own place, -1 where it is read to recompute.
+    **Fields:** the `stage`; the `node`, -1 if the value is read to recompute another.
     """
 
     stage: int
@@ -227,24 +228,24 @@ class Offload:
     @cached_property
     def starts(self) -> tuple[float, ...]:
         graph = self.graph
-        # the price of what is written includes what is fused into its kernel, products among that
+        # A written value's price includes all that is fused into its kernel, even products: fused nodes count as zero.
         written = [not n.outputs or any(graph.values[v].materialised for v in n.outputs) for n in graph.nodes]
         prices = [node.seconds if alone else 0.0 for node, alone in zip(graph.nodes, written, strict=True)]
         scale = (graph.step_seconds + graph.extra_seconds) / (sum(prices) or 1.0)
         return tuple(accumulate((scale * price for price in prices), initial=0.0))
 
     def copy_seconds(self, v: int) -> float:
-        """Return what copying a value takes, one way."""
+        """Return the seconds of copying a value, one way."""
         return self.graph.values[v].nbytes / self.graph.host.link
 
     @cached_property
     def stacks(self) -> Stacks:
-        """What loops stack."""
+        """The stacks of loops."""
         return Stacks(self.graph, self.starts, LEAST_NBYTES)
 
     @cached_property
     def stacked(self) -> dict[int, HostCopy]:
-        """For each value whose stack may be away when it is."""
+        """The copy of each value whose stack may be offloaded."""
         graph = self.graph
         if graph.host is None or not graph.counts_forward:
             return {}
@@ -256,7 +257,7 @@ class Offload:
 
     @cached_property
     def alone(self) -> dict[int, HostCopy]:
-        """For each value that may be away when it is, if it is the only one, and read in no other place."""
+        """The copy of each value that may be offloaded, if no other is and no stage recomputes from it."""
         graph = self.graph
         if graph.host is None or not graph.counts_forward:
             return {}
@@ -268,11 +269,11 @@ class Offload:
         return {copy.value: copy for copy in placed if copy is not None} | self.stacked
 
     def made(self, v: int) -> float:
-        """When a value is there."""
+        """Return when a value has been computed."""
         return self.starts[self.graph.values[v].producer + 1]
 
     def placed(self, chosen: Iterable[int], recomputed: Sequence[Sequence[int]]) -> frozenset[HostCopy]:
-        """When each of the chosen values is away, less those for which there is no time, or no more room.
+        """Return the copies of the chosen values, without those for which there is no time or no more room.
 
         **Arguments:** `recomputed` as in `Schedule`.
         """
@@ -283,6 +284,7 @@ class Offload:
         found: list[HostCopy] = []
         room = math.inf if graph.host is None or graph.host.nbytes is None else graph.host.nbytes
         in_loop: Counter[int] = Counter()
+        # Pinned values come first, before the room in host memory is used up.
         for v in sorted((v for v in able if v in self.stacked), key=lambda v: v not in pinned):
             nbytes, loop = graph.values[v].saved_nbytes, graph.nodes[graph.values[v].producer].loop
             if nbytes <= room and in_loop[loop] < AT_ONCE:
@@ -290,7 +292,7 @@ class Offload:
                 in_loop[loop] += 1
                 room -= nbytes
         leaving: list[HostCopy] = []
-        free = 0.0  # when the link is
+        free = 0.0  # when the link is free
         for v in able:
             if v in self.stacked or (nbytes := graph.values[v].saved_nbytes) > room:
                 continue
@@ -306,8 +308,8 @@ class Offload:
         return frozenset((*found, *self._in_turn(leaving, first)))
 
     def _in_turn(self, copies: Iterable[HostCopy], first: Mapping[int, Reading]) -> list[HostCopy]:
-        """Return the copies with ways back that begin so early that no more than `AT_ONCE` are under way, where
-        there are stages for that.
+        """Return the copies, with the begins of those back moved earlier until at most `AT_ONCE` are under way, if
+        stages permit.
         """
         starts, stages = self.starts, self.graph.stages
         back: list[HostCopy] = []
@@ -318,7 +320,7 @@ class Offload:
                 copy = copy._replace(begun=earlier) if earlier >= 0 else copy
             back.append(copy)
         found: list[HostCopy] = []
-        free = 0.0  # when the link is
+        free = 0.0  # when the link is free
         for copy in sorted(back, key=lambda copy: (copy.begun, first[copy.value], copy)):
             free = max(free, starts[stages[copy.begun].start]) + self.copy_seconds(copy.value)
             later = (k for k in self._stages if copy.begun < k <= first[copy.value].stage)
@@ -327,7 +329,7 @@ class Offload:
         return found
 
     def first(self, values: Collection[int], recomputed: Sequence[Sequence[int]]) -> dict[int, Reading]:
-        """Return who reads each of these values first."""
+        """Return the first reader of each of these values."""
         wanted, graph = set(values), self.graph
         found = {v: self._first[v] for v in wanted if v in self._first}
         for k, nodes in enumerate(recomputed):
@@ -340,7 +342,7 @@ class Offload:
     def transits(
         self, copies: Collection[HostCopy], recomputed: Sequence[Sequence[int]], again: Sequence[float]
     ) -> tuple[list[Transit], list[float]]:
-        """When each copy is on its way, and the seconds for which each stage waits for them.
+        """Return when each copy is under way, and the seconds for which each stage waits for copies.
 
         **Arguments:** `again` the seconds for which each stage recomputes.
         """
@@ -358,7 +360,7 @@ class Offload:
         for copy in sorted(copies, key=lambda copy: (first[copy.value], copy)):
             begun.setdefault(copy.begun, []).append(copy)
             due.setdefault(first[copy.value].stage, []).append(copy)
-        late = free = 0.0  # by how much the step is later than the clock; when the link is free
+        late = free = 0.0  # the delay of the step against the clock; when the link is free
         back: dict[int, float] = {}
         begin: dict[int, float] = {}  # of each stage
         for k, stage in enumerate(graph.stages):
@@ -383,9 +385,9 @@ class Offload:
         return found, waits
 
     def _leaving(self, copies: Iterable[HostCopy]) -> list[Transit]:
-        """Return the copies to the host of what loops do not stack."""
+        """Return the copies to the host of values that no loop stacks."""
         found: list[Transit] = []
-        free = 0.0  # when the link is
+        free = 0.0  # when the link is free
         for copy in sorted(copies, key=lambda copy: copy[1:]):
             own = copy.left == self.graph.values[copy.value].producer
             begin = max(free, self.made(copy.value) if own else self.starts[copy.left])
@@ -394,22 +396,22 @@ class Offload:
         return found
 
     def begins(self, v: int, reading: Reading, gone: int) -> int:
-        """Return the stage before which a value's way back begins for a reader, -1 where it is not gone by then."""
+        """Return the stage before which a value's copy back begins for a reader, -1 if the value has not left yet."""
         start = self.graph.stages[reading.stage].start
         need = self.starts[start if reading.node < 0 else reading.node]
         begun = self._begun_before(v, reading.stage, need, gone)
         return begun if begun >= 0 else next(iter(self._able(reading.stage, gone)), -1)
 
     def _begun_before(self, v: int, last: int, need: float, gone: int) -> int:
-        """Return the last stage up to another before which a value's way back begins in time, -1 where there
-        is none.
-        """
+        """Return the last stage up to `last` before which a copy back begins in time, -1 for none."""
         starts, stages, begin = self.starts, self.graph.stages, need - LEAD * self.copy_seconds(v)
         able = reversed(self._able(last, gone))
         return next((k for k in able if starts[stages[k].start] <= begin), -1)
 
     def _able(self, last: int, gone: int) -> list[int]:
-        """Return the stages up to another before which a way back may begin of what is gone before a node."""
+        """Return the stages up to `last` before which a copy back may begin, for a value that has left before node
+        `gone`.
+        """
         stages = self.graph.stages
         return [k for k in self._stages if gone < stages[k].start <= stages[last].start]
 
@@ -438,14 +440,16 @@ class Offload:
 
     @cached_property
     def _exits(self) -> list[int]:
-        """Where copies to the host may be waited for: products of the forward pass outside of loops, and stages."""
+        """The nodes that may wait for copies to the host: products of the forward pass outside of loops, and starts of
+        stages.
+        """
         graph = self.graph
         products = [n for n in range(graph.forward_stop) if exit_operand(graph, n) >= 0]
         return products + [graph.stages[k].start for k in self._stages]
 
     @cached_property
     def _first(self) -> dict[int, Reading]:
-        """The first own reader of each residual that some stage reads."""
+        """The first reader of each residual that some stage reads, recomputation not included."""
         graph = self.graph
         found: dict[int, Reading] = {}
         for n in range(graph.forward_stop, len(graph.nodes)):
@@ -468,8 +472,8 @@ class Offload:
 
 
 def exit_operand(graph: Any, n: int) -> int:
-    """Return the operand with which a product of the forward pass waits for copies: one that is in memory, or is
-    something in memory under another name; -1 where the node is no such product.
+    """Return the operand with which a product of the forward pass waits for copies, -1 if the node is no such product:
+    one in memory, or a fused view of such a value.
     """
     node = graph.nodes[n]
     if not node.contraction or node.loop >= 0:
@@ -478,8 +482,8 @@ def exit_operand(graph: Any, n: int) -> int:
 
 
 def chain(graph: Any, v: int) -> list[int] | None:
-    """Return the fused nodes of one operand each, the last first, that make a value of one that the forward pass
-    has in memory; None where there is no such value.
+    """Return the fused nodes of one operand each, the last first, between a value and one that the forward pass has in
+    memory; None if there is no such value.
     """
     found: list[int] = []
     while not graph.values[v].materialised:

@@ -1,10 +1,10 @@
-"""Graph -> the forward passes behind the first, of steps that differentiate several times one after the other.
+"""Graph -> its forward passes after the first, in steps that differentiate several times in sequence.
+
+Invariant: a step that differentiates once has none.
 
 Such a pass begins after the previous backward pass: of a perturbed or updated network (sharpness-aware minimisation,
 the generator after the discriminator's update, the actor after the critic's), or of the next microbatch. Its values
 belong to the forward pass, but are computed in the stage in which they run, and may be recomputed in later stages.
-
-Law: a step that differentiates once has none.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ._graph import Graph, Node
 
 
 class LaterPass(NamedTuple):
-    """The nodes `start <= id < stop`, of which those of the forward pass are a forward pass of their own."""
+    """The nodes `start <= id < stop`; those of them that are `forward` form one later forward pass."""
 
     start: int
     stop: int
@@ -24,7 +24,7 @@ class LaterPass(NamedTuple):
 
 @mechanism("separate backward passes", off=lambda _: ())
 def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
-    """Return the forward passes that contractions of a backward pass precede, and another backward pass reads."""
+    """Return the forward passes that follow contractions of one backward pass and are read by another."""
     nodes = graph.nodes
     contractions = (n for n in nodes[graph.forward_stop :] if n.contraction)
     runs = [list(run) for _, run in groupby(contractions, key=lambda n: n.forward)]
@@ -43,17 +43,17 @@ def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
 
 
 def made_later(passes: Sequence[LaterPass], node: int) -> LaterPass | None:
-    """Return the pass in which a node stands, None for none."""
+    """Return the later pass that contains a node, None for none."""
     return next((own for own in passes if own.start <= node < own.stop), None)
 
 
 def divides(passes: Sequence[LaterPass], cut: int) -> bool:
-    """Return whether a stage that begins at this node would begin in the midst of a pass."""
+    """Return whether a stage that begins at this node would begin in the middle of a pass."""
     return any(start < cut < stop for start, stop in passes)
 
 
 def passes_before(passes: Sequence[LaterPass], node: int) -> int:
-    """Return how many of the passes are over before a node runs."""
+    """Return the number of passes that have ended before a node runs."""
     return sum(own.stop <= node for own in passes)
 
 
@@ -67,9 +67,7 @@ def _large(graph: Graph, node: Node) -> bool:
 
 
 def _is_read(graph: Graph, start: int, stop: int) -> bool:
-    """Return whether a backward pass behind these nodes, not only arithmetic on gradients, reads something large of
-    theirs.
-    """
+    """Return whether a later backward pass, not only arithmetic on gradients, reads a large value of these nodes."""
     made = {v for n in graph.nodes[start:stop] if n.forward and _large(graph, n) for v in n.outputs}
     late = (n for n in graph.nodes[stop:] if not n.forward and "transpose(" in n.scope)
     return any(not made.isdisjoint(graph.reads[n.id]) for n in late)

@@ -1,15 +1,16 @@
 """Length of a loop -> lengths of nested loops in its place; graph -> its pairs of loops as sites of variants.
 
-A pair of loops of `L` iterations in `d` levels, of lengths `S1 ... Sd` and with the rest `r = L - S1 * ... * Sd` behind
-them, has at most
+A pair of loops of `L` iterations in `d` levels, of lengths `S1 ... Sd` and followed by the remaining `r = L - S1 * ...
+* Sd` iterations, has at most
 
     max(S1 + r, S1 + ... + Sd)
 
 carries in memory at once, for `d - 1` more runs of its forward pass: about `d * L ** (1 / d)`, which `d = log L` makes
-`O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
+`O(log L)`. The remainder runs no more than once, and costs no memory until it has as many iterations as all the inner
+levels.
 
-A loop with nested checkpointing absorbs the updates of what it stacks (see `_optimizer_in_backward`): one of a single
-level, of all its iterations, does nothing else.
+A loop with nested checkpointing absorbs the updates of its stacks (see `_optimizer_in_backward`); a single level, of
+all its iterations, does only that.
 """
 
 from collections.abc import Sequence
@@ -27,17 +28,17 @@ WORTH = 0.95
 """One more level must leave no more than this share of the carries."""
 
 REST = 1.1
-"""A rest is a pair of loops more to compile: it must save this much of the carries."""
+"""A remainder is one more pair of loops to compile: it must save this much of the carries."""
 
 SPREAD = 2.5
-"""Levels are at most this much longer or shorter than if all were equally long."""
+"""Levels are at most this many times longer or shorter than levels of equal length."""
 
 WORTH_SHARE = 0.005
-"""A deeper form must save this share of what the loops stack in the plain form where all is recomputed."""
+"""A deeper form must save this share of the bytes that loops stack in the plain form if all is recomputed."""
 
 
 def deep(form: Variant) -> bool:
-    """Return whether any of its loops is in more than one level."""
+    """Return whether any loop of a form has more than one level."""
     return any(map(nested, form.settings(LOOP).values()))
 
 
@@ -47,21 +48,19 @@ def nested(levels: Sequence[int]) -> bool:
 
 
 def may_have(length: int, levels: Sequence[int]) -> bool:
-    """Return whether a loop may be in these levels: one of all its iterations, or several."""
+    """Return whether a loop may have these levels: one of all its iterations, or several."""
     return tuple(levels) == (length,) or (nested(levels) and min(levels) > 1 and prod(levels) <= length)
 
 
 def carries(length: int, levels: Sequence[int]) -> int:
-    """Return how many carries are in memory at once."""
+    """Return the number of carries in memory at once."""
     return max(levels[0] + length - prod(levels), sum(levels)) if levels else length
 
 
 @mechanism("loops with nested checkpointing", off=lambda _: ((),))
 @cache
 def choices(length: int) -> tuple[tuple[int, ...], ...]:
-    """Return lengths by level for a loop: as it is, and then of one level more each, as long as that saves
-    carries.
-    """
+    """Return the lengths by level for a loop: unchanged, then one more level each, as long as that saves carries."""
     found: list[tuple[int, ...]] = [()]
     for depth in range(2, length.bit_length()):
         best = min(
@@ -80,16 +79,17 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
     near = range(max(2, int(root / SPREAD)), int(root * SPREAD) + 2)
     inner = (levels[::-1] for levels in combinations_with_replacement(near, depth - 1))
     found = ((length // prod(levels), *levels) for levels in inner)
-    # A rest of one iteration would be left unplanned: what makes a loop's values plannable is that there are several.
+    # A remainder of one iteration would be left unplanned: only values of loops of several iterations are planned.
     return [levels for levels in found if levels[0] > 1 and length - prod(levels) != 1]
 
 
 @dataclass(frozen=True)
 class Loops:
-    """The pairs of loops of a step, those outside of other loops, as `Sites`: any levels have an estimate.
+    """The pairs of loops of a step that are outside of other loops, as `Sites`: any levels have an estimate.
 
-    **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `carried_nbytes` of an iteration;
-    `forward_seconds` of all; `absorbing` what that saves and the seconds that it takes, 0 bytes where it is nothing.
+    **Fields**, each by pair: `lengths`; `choices` of levels, ever deeper; `carried_nbytes` of an iteration;
+    `forward_seconds` of all iterations; `absorbing` the bytes saved by absorbing updates and the seconds it takes, 0
+    bytes if it saves none.
     """
 
     lengths: tuple[int, ...]
@@ -108,10 +108,10 @@ class Loops:
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
     ) -> "Loops":
-        """Return those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
+        """Return the pairs in the graph of a step's plain form; `cuttable` says which may be replaced by other loops.
 
-        A loop with nested checkpointing makes all that its iterations make again: where some of it must be saved, it
-        has one level.
+        A loop with nested checkpointing recomputes all values of its iterations: if some must be saved, it has one
+        level.
         """
         place = {loop: i for i, loop in enumerate(graph.pairs)}
         nbytes, seconds = [0] * len(place), [0.0] * len(place)
@@ -122,6 +122,7 @@ class Loops:
                     nbytes[i] += sum(graph.values[v].nbytes for v in node.outputs)
         cuttable = cuttable or [True] * len(place)
         saved = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["save"]}
+        # Pinned values must stay saved, which nested checkpointing does not allow.
         deep = [able and loop not in saved for loop, able in zip(graph.pairs, cuttable, strict=True)]
         return cls(
             lengths=tuple(lengths),
@@ -134,7 +135,9 @@ class Loops:
         )
 
     def estimate(self, choice: Choice) -> Estimate:
-        """Return what a pair in these levels saves of carries, for running its forward pass again."""
+        """Return the carries' bytes that a pair in these levels saves, for the seconds of running its forward pass
+        again.
+        """
         _, site, setting = choice
         length = self.lengths[site]
         fewer = (length - carries(length, setting)) * self.carried_nbytes[site]
@@ -144,8 +147,8 @@ class Loops:
 
     @mechanism("loops with nested checkpointing, absorbed updates", off=lambda _: [])
     def rungs(self) -> Sequence[tuple[Choice, ...]]:
-        """Return deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves
-        most bytes for its time.
+        """Return ever deeper levels of pairs, the first with one level; each deepens the pair that saves most bytes for
+        its time.
         """
         both = zip(self.lengths, self.choices, strict=True)
         kept = [[carries(length, levels) for levels in found] for length, found in both]

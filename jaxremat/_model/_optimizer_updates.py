@@ -1,10 +1,10 @@
-"""Graph + cuts -> stages: what each stage leaves behind for the optimizer, and which updates wait for the next barrier.
+"""Graph + cuts -> stages: the results that mark the end of each stage, and the updates that wait for the next barrier.
 
-A barrier must wait for the stage before it, and what says that a stage is done are the results that nothing else goes
-on from: weight gradients, statistics. The compiler drops what passes a barrier and is read by nobody. So either what an
-update returns passes, or the gradient does, and its update waits behind the barrier.
+Invariant: every node that reads a deferred node's results is deferred with it.
 
-Law: whatever reads a deferred node's results is deferred with it.
+A barrier must wait for the stage before it. A stage has ended when the results that no later backward work reads are
+computed: weight gradients, statistics. The compiler drops an operand of a barrier whose result nobody reads. So either
+the update's results pass the barrier, or the gradient does, and its update waits behind the barrier.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from ._later_passes import later_passes
 from ._primitive_names import PUT
 
 SMALL = 64
-"""Results up to this multiple of `Graph.small_nbytes` count as finished even where the backward pass reads on."""
+"""Results up to this multiple of `Graph.small_nbytes` count as finished even if the backward pass reads them later."""
 
 _OWN_LAYOUT = frozenset({"conv_general_dilated"})
 
 
 def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """Return the stages between the cuts, ascending node ids, with what they finish and defer."""
+    """Return the stages between the cuts (ascending node ids), with their finished values and deferred nodes."""
     return _Updates(graph, cuts).stages()
 
 
 def finishing_sums(graph: Graph) -> tuple[Stage, ...]:
-    """Return the stages, which finish also what reductions leave behind that ends lines of work, where they have
-    products to finish.
+    """Return the stages, whose finished values now include final results of reductions, if they include those of
+    products.
 
-    As they read what those read, they are done with them. But where copies run beside the kernels, the compiler orders
-    kernels by that, and puts off what nobody waits for, with all that it is made of.
+    Reductions share operands with the products, so they normally run in time. But with copies in parallel to kernels,
+    the compiler schedules around the copies, and delays results that nothing waits for, with all their operands.
     """
     updates = _Updates(graph, [*(stage.start for stage in graph.stages), len(graph.nodes)])
     left = (updates.sums(range(stage.start, stage.stop)) for stage in graph.stages)
@@ -42,8 +42,8 @@ def finishing_sums(graph: Graph) -> tuple[Stage, ...]:
 
 
 def updated_alone(graph: Graph) -> list[int]:
-    """Return the donated arguments that are read to be updated alone, neither by the forward pass nor by a product,
-    as an optimizer's state is: in the order in which they are read.
+    """Return the donated arguments that neither the forward pass nor a product reads, in reading order: optimizer
+    state.
     """
     first: dict[int, int] = {}
     used: set[int] = set()
@@ -61,7 +61,7 @@ class _Updates:
         self.readers = _readers(graph)
         self.stage_of: dict[int, int] = {n: k for k, (a, b) in enumerate(pairwise(cuts)) for n in range(a, b)}
         self.final = _last_contractions(graph, self.readers)
-        # copies to host memory, each somewhere behind what it copies and returns
+        # copies to host memory, which the step returns; each stands somewhere after its operand
         self.leaving = {n.id for n in graph.nodes if n.primitive == PUT}
         self.returned = {v for n in self.leaving for v in graph.nodes[n].inputs}
         self.overwriting = self._overwriting()
@@ -76,9 +76,9 @@ class _Updates:
         )
 
     def _finished(self, nodes: range) -> list[int]:
-        """Return the results of heavy work that are small, or that end a line of work and should not be put off.
+        """Return the results of heavy work that are small, or that end a line of work and must not be delayed.
 
-        These free larger operands, or go into the update of a donated argument, which must not be put off either.
+        The latter free larger operands, or go into the update of a donated argument, which must not be delayed either.
         """
         return [v for node in self._fusion_root(nodes) for v in node.outputs if self._counts(node.id, v)]
 
@@ -88,7 +88,7 @@ class _Updates:
     def _counts(self, n: int, v: int) -> bool:
         graph = self.graph
         if self._leaving(n) and graph.nodes[n].primitive not in ("scan_last", "scan_stack"):
-            return False  # it is not to be seen behind the loop
+            return False  # the value is not visible outside the loop
         made = graph.values[v].nbytes
         read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
         ends = n in self.final and (made <= read or n in self.overwriting)
@@ -102,26 +102,26 @@ class _Updates:
         return loop >= 0 and self.graph.loop_stop[loop] == stop
 
     def _settled(self, nodes: range) -> list[int]:
-        """Return what ends a line of work, in the form that cuts no kernel in two.
+        """Return the final results of lines of work, in a form that splits no kernel in two.
 
-
-        Those are the step's outputs that the line leads to, where all of its update can run within the stage: what
-        passes a barrier is written, and updated arguments are in any case; all of them pass, lest the compiler compute
-        them apart. Else it is what its readers want, such as the transposed product. So it is for convolutions, which
-        libraries write in a layout of their own: the updated arguments would pass in that layout, and be copied. What
-        the backward pass goes on from needs no barrier to be done in time.
+        If the whole update of a line can run within the stage, these are the step's outputs that it leads to: a
+        barrier's operands are written to memory, as updated arguments are in any case; all of them pass, or the
+        compiler computes them separately. Otherwise it is the result as its readers want it, such as the transposed
+        product. Convolutions always pass their result: libraries write it in a layout of their own, in which the
+        updated arguments would pass, to be copied afterwards. Results that the backward pass still reads need no
+        barrier to be computed in time.
         """
         ends = self._ends(nodes)
         return self._left_behind([(n, v) for n, v in ends if n.contraction] or ends, nodes)
 
     def sums(self, nodes: range) -> list[int]:
-        """Return what the stage's reductions leave behind, if what it finishes are products alone."""
+        """Return the final results of the stage's reductions, if it also has final results of products."""
         ends = self._ends(nodes)
         reduced = [(n, v) for n, v in ends if not n.contraction]
         return self._left_behind(reduced, nodes) if len(reduced) < len(ends) else []
 
     def _ends(self, nodes: range) -> list[tuple[Node, int]]:
-        """Return the results of heavy work that end lines of it, and who makes them."""
+        """Return the final results of lines of heavy work, with their producers."""
         ends = [(n, v) for n in self._fusion_root(nodes) if n.id in self.final for v in n.outputs]
         return [(n, v) for n, v in ends if self._counts(n.id, v)]
 
@@ -133,7 +133,7 @@ class _Updates:
         return list(found)
 
     def _update(self, v: int, nodes: range) -> set[int]:
-        """Return all that follows from a value, if it is in these nodes and fused; else nothing."""
+        """Return all nodes that follow from a value if they are fused and lie in this range, otherwise none."""
         update: set[int] = set()
         stack = [v]
         while stack:
@@ -146,8 +146,8 @@ class _Updates:
         return update
 
     def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
-        """Return what the update that the value leads to returns; nothing where not all of it can run in the stage,
-        or where what it overwrites is read later.
+        """Return the outputs of the update that a value leads to; none if not all of it can run in the stage, or if a
+        later stage reads an argument that it overwrites.
         """
         graph, update = self.graph, self._update(v, nodes)
         over = graph.donated.intersection(u for n in update for u in graph.nodes[n].inputs)
@@ -164,9 +164,9 @@ class _Updates:
         return outputs
 
     def _moved(self, v: int, nodes: range) -> int:
-        """Return a result in the form that its readers want: what its kernel does to it at the end is done by then.
+        """Return a result as its readers want it, after the unary operations that its kernel applies at its end.
 
-        Behind the barrier it would be done in the update's kernel, which then could not write in place.
+        Behind the barrier the update's kernel would apply them, and could then not write in place.
         """
         graph = self.graph
         while len(self.readers[v]) == 1:
@@ -180,7 +180,7 @@ class _Updates:
         return v
 
     def _overwriting(self) -> set[int]:
-        """Return the nodes that read a donated argument, and those that lead to one."""
+        """Return the nodes that read a donated argument, and those that lead to such a node."""
         found: set[int] = set()
         for node in reversed(self.graph.nodes):
             reads = not self.graph.donated.isdisjoint(node.inputs)
@@ -198,24 +198,26 @@ class _Updates:
         return deferred
 
     def _is_bound(self, n: int) -> bool:
-        """Return whether a node cannot wait: as it runs in a loop or once, or would hold a residual until then."""
+        """Return whether a node cannot wait: it is in a loop, may run only once, or would keep a residual in memory
+        until then.
+        """
         node = self.graph.nodes[n]
         runs_here = node.loop >= 0 or not node.repeatable or n in self.leaving or n in self.prompt
         return runs_here or any(map(self._held, node.inputs))
 
     def _held(self, v: int) -> bool:
-        """Return whether the value is a residual that would have to be held for an update."""
+        """Return whether the value is a large residual, which a deferred update would keep in memory."""
         before = self.graph.values[v].producer < self.cuts[0]
         return self.graph.is_residual(v) and before and self.graph.values[v].nbytes > self.graph.small_nbytes
 
 
 def _readers(graph: Graph) -> list[list[int]]:
-    """Return for each value the nodes that read it, but for copies to host memory, which return it."""
+    """Return the nodes that read each value, except copies to host memory, which return it."""
     return [[n for n in readers if graph.nodes[n].primitive != PUT] for readers in graph.readers]
 
 
 def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:
-    """Return the nodes from whose results no contraction follows, but for those of later forward passes."""
+    """Return the nodes from whose results no contraction follows, except those of later forward passes."""
     passes = later_passes(graph)
     leads: set[int] = set()  # nodes that are contractions or lead to one
     last = set()

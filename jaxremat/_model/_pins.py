@@ -1,9 +1,9 @@
-"""Graph + what the user wants of its values -> the graph with its pins, without a contradiction.
+"""Graph + the user's pins -> the graph with pins that do not contradict each other.
 
-Patterns are matched against name stacks without JAX's own parts (`jvp`, `transpose`, `jit`), ended by the primitive or
-the value's name: `Model/Block_3/Dense_0/dot_general`. A glob is a path of any length that stands anywhere in there,
-`*` matches within one component: `Block_*`, `Dense_0/dot_general`. Else it is tried on the whole source line,
-`model.py:12 (Block.__call__)`. A compiled regular expression is searched for in both.
+Patterns are matched against name stacks without JAX's parts (`jvp`, `transpose`, `jit`), followed by the primitive or
+the value's name: `Model/Block_3/Dense_0/dot_general`. A glob is a path of any length that may match anywhere in it, and
+`*` matches within one component: `Block_*`, `Dense_0/dot_general`. If it matches nothing there, it is tried on the
+whole source line, `model.py:12 (Block.__call__)`. A compiled regular expression is searched for in both.
 """
 
 import re
@@ -27,7 +27,7 @@ _NEAR = 5
 
 
 def parse_pins(pins: Mapping[Pattern, str]) -> Patterns:
-    """Return what the user wrote, checked. **Raises:** `HintError`."""
+    """Return the user's pins as checked pairs. **Raises:** `HintError`."""
     for pattern, action in pins.items():
         if action not in ("save", "recompute", "offload", "stage"):
             raise HintError(
@@ -43,11 +43,11 @@ def parse_pins(pins: Mapping[Pattern, str]) -> Patterns:
 
 
 def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
-    """Pins for all that the patterns match: forward values in memory, and where backward passes begin.
+    """Return pins for all matches of the patterns: forward values in memory, and starts of backward passes.
 
-    **Arguments:** `settled` whether it is known what is in memory.
+    **Arguments:** `settled` whether it is known which values are in memory.
 
-    **Raises:** `HintError` where a pattern matches nothing that it could be about.
+    **Raises:** `HintError` for a pattern without a match in the pass that its action concerns.
     """
     found: list[Pin] = []
     for pattern, action in patterns:
@@ -64,6 +64,7 @@ def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
                 + (f"Similar names are: {', '.join(near)}." if near else "The step has no similar names.")
             )
         if not forward:
+            # One stage for each path that matches, at its first backward node.
             begins: dict[str, int] = {}
             for node, group in matched:
                 begins.setdefault(group, node.id)
@@ -81,9 +82,9 @@ def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
 
 
 def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
-    """Return the graph with those of the pins that mean something, and the values that they are about in memory.
+    """Return the graph with the pins that have an effect, and their values in memory.
 
-    **Raises:** `HintError` where two contradict each other, or one the program.
+    **Raises:** `HintError` if two contradict each other, or one contradicts the program.
     """
     wanted: dict[tuple[bool, int], Pin] = {}
     for pin in pins:
@@ -94,7 +95,7 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
             continue
         producer = graph.values[pin.at].producer
         if producer < 0 or not graph.nodes[producer].forward:
-            continue  # an argument is always there, and what the backward pass makes is not saved for it
+            continue  # arguments are always in memory, and backward values are never residuals
         other = wanted.setdefault((stage, pin.at), pin)
         if other.action != pin.action:
             raise HintError(
@@ -107,7 +108,7 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
         in_memory = {pin.at for pin in chosen}
         values = tuple(replace(v, materialised=v.materialised or v.id in in_memory) for v in graph.values)
         found = replace(graph, values=values, pins=(*chosen, *cuts))
-        # Within loops that hold both passes the stages say what is of which.
+        # In loops that contain both passes, the stages determine which values are residuals.
         needed = frozenset(replace(found, stages=cut_stages(found)).residuals)
         if in_memory <= needed:
             break
@@ -129,8 +130,8 @@ def offloading(graph: Graph) -> list[Pin]:
 
 
 def staying(graph: Graph, schedule: Schedule) -> str:
-    """Return which of those values stay on the device all the same, and why, for a schedule that may use host
-    memory.
+    """Return text on the values of these pins that stay on the device under a schedule that may use host memory, and
+    why.
     """
     here: dict[tuple[str, str], list[int]] = {}
     for pin in offloading(graph):
@@ -157,7 +158,7 @@ def _why_here(graph: Graph, v: int) -> str:
 
 
 def _leaves_a_loop(graph: Graph, node: int) -> bool:
-    """Return whether the node hands a loop's results on, where the loop ends anyway."""
+    """Return whether the node passes a loop's results on: a stage begins there anyway."""
     return graph.nodes[node].primitive in ("scan_last", "scan_stack")
 
 
@@ -180,7 +181,7 @@ def _paths(graph: Graph, node: Node) -> list[list[str]]:
 
 
 def _match(graph: Graph, node: Node, pattern: Pattern) -> str:
-    """Return what of the node's path, up to the end of the match, the pattern matches; "" if nothing."""
+    """Return the part of a node's path up to the end of the pattern's match; "" for no match."""
     paths = _paths(graph, node)
     if isinstance(pattern, re.Pattern):
         for text in ("/".join(path) for path in paths):
@@ -196,7 +197,7 @@ def _match(graph: Graph, node: Node, pattern: Pattern) -> str:
 
 
 def _near(graph: Graph, text: str, forward: bool) -> list[str]:
-    """Return names like that, the likest first."""
+    """Return similar names, the most similar first."""
     names: dict[str, None] = {}
     for node in graph.nodes:
         if node.forward == forward:

@@ -1,7 +1,7 @@
-"""Saved values -> complete schedule: the closure that turns any choice of saved values into something runnable.
+"""Saved values -> complete schedule: the closure that makes any choice of saved values runnable.
 
-Law: in a schedule made by `close_over_dependencies`, every residual that a stage reads is saved, recomputed in that
-stage from residuals available there, or kept from the stage before. What is saved may be in host memory between its
+Invariant: in a schedule from `close_over_dependencies`, every residual that a stage reads is saved, recomputed in that
+stage from residuals available to it, or kept from the stage before. A saved value may be in host memory between its
 readers.
 """
 
@@ -20,10 +20,9 @@ Passing = tuple[str, int]
 class Schedule:
     """The fate of each residual: saved, recomputed or offloaded.
 
-    **Fields:** `saved`: values that live from the forward pass to their last reader. `recomputed`: for each stage, the
-    ids of the *nodes* that run again before it, ascending. `kept`: pairs (value, stage) of recomputed values that are
-    handed on from the stage before into `stage`. `offloaded`: the saved values that are in host memory for a while, and
-    when.
+    **Fields:** `saved`: values that stay from the forward pass to their last reader. `recomputed`: for each stage, the
+    ids of the *nodes* that run again before it, ascending. `kept`: pairs (value, stage) of recomputed values that the
+    stage before hands on to `stage`. `offloaded`: the copies of saved values that are in host memory for a while.
     """
 
     saved: frozenset[int]
@@ -43,8 +42,8 @@ class Schedule:
 
 
 def must_save(graph: Graph) -> frozenset[int]:
-    """Return residuals that are saved in every schedule: those that may not be computed twice, small ones, and
-    pinned ones.
+    """Return the residuals that every schedule saves: those that may not be computed twice, small ones, and pinned
+    ones.
     """
     return frozenset(
         v
@@ -65,16 +64,16 @@ def close_over_dependencies(
     kept: Iterable[tuple[int, int]] = (),
     offloaded: Iterable[int] = (),
 ) -> Schedule:
-    """Return the schedule that saves `saved` and all values that must be saved, and recomputes the rest in the
-    stages that need it.
+    """Return the schedule that saves `saved` and all values that must be saved; stages recompute the other values they
+    need.
 
     **Arguments:**
 
     - `saved`: ids of residuals; ids of other values and of pinned ones are ignored.
-    - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
-      that are not `Graph.holdable` are ignored.
-    - `offloaded`: saved values to keep in host memory between their readers, besides those that are pinned to it; those
-      that cannot be (see `Graph.away`) stay on the device.
+    - `kept`: pairs (value, stage): if the value is recomputed, keep it from the stage before for this stage. Pairs that
+      are not `Graph.holdable` are ignored.
+    - `offloaded`: saved values to keep in host memory between their readers, in addition to those that are pinned to
+      it; values that cannot be offloaded (see `Graph.away`) stay on the device.
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
@@ -97,7 +96,7 @@ def close_over_dependencies(
             producer = graph.values[v].producer
             if v in saved_values or v in there or producer in nodes or not graph.recomputable(v):
                 continue
-            if graph.stage_of[producer] >= k:  # made in this very stage, or later: nothing to recompute
+            if graph.stage_of[producer] >= k:  # this stage or a later one computes it
                 continue
             nodes.add(producer)
             stack.extend(graph.reads[producer])
@@ -108,7 +107,7 @@ def close_over_dependencies(
 
 
 def _check_ids(what: str, ids: Iterable[int], count: int) -> None:
-    """**Raises:** `SolverError` for the first id that the graph does not have."""
+    """Check that the graph has these ids. **Raises:** `SolverError` for the first that it does not have."""
     wrong = next((i for i in ids if not 0 <= i < count), None)
     if wrong is not None:
         raise SolverError(
@@ -118,7 +117,7 @@ def _check_ids(what: str, ids: Iterable[int], count: int) -> None:
 
 
 def _check_pins(graph: Graph, schedule: Schedule) -> None:
-    """**Raises:** `SolverError` for the first pin that the schedule does not honour."""
+    """Check that the schedule honours all pins. **Raises:** `SolverError` for the first that it does not."""
     cuts = {stage.start for stage in graph.stages}
     residuals = frozenset(graph.residuals)
     for pin in graph.pins:
@@ -134,7 +133,9 @@ def _check_pins(graph: Graph, schedule: Schedule) -> None:
 
 
 def idle(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """Saved values that no pin asks for and nothing reads again: what would have been recomputed from them is saved."""
+    """Return saved values that no pin asks for and no backward or recomputed node reads: all that needs them is saved
+    too.
+    """
     read = {v for k in range(len(graph.stages)) for v in graph.needs(k)}
     read.update(v for nodes in schedule.recomputed for n in nodes for v in graph.reads[n])
     return schedule.saved - read - graph.pinned["save"]
@@ -143,8 +144,8 @@ def idle(graph: Graph, schedule: Schedule) -> frozenset[int]:
 def check(graph: Graph, schedule: Schedule) -> Schedule:
     """Return the schedule itself, if it can be emitted.
 
-    **Raises:** `SolverError` where a stage would read a value that is neither saved, recomputed nor kept, and where
-    a pin is not honoured.
+    **Raises:** `SolverError` if a stage would read a value that is neither saved, recomputed nor kept, or if a pin is
+    not honoured.
     """
     if len(schedule.recomputed) != len(graph.stages):
         raise SolverError(
@@ -186,6 +187,7 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
                 raise SolverError(
                     f"Stage {k} recomputes node {n} ({node.primitive}) from values {lost}, which are gone."
                 )
+            # Later nodes of this stage, and its own kernels, may read these outputs.
             available.update(node.outputs)
         if lost := [v for v in graph.needs(k) if missing(v)]:
             raise SolverError(f"Stage {k} reads values {lost}, which are neither saved nor recomputed.")
@@ -195,7 +197,9 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def _check_copies(graph: Graph, schedule: Schedule) -> None:
-    """**Raises:** `SolverError` for the first value that is to be in host memory and cannot be, or is wanted before."""
+    """Check the copies. **Raises:** `SolverError` for the first value that cannot be in host memory, or is read too
+    early.
+    """
     first = graph.away.first(schedule.away, schedule.recomputed)
     for copy in sorted(schedule.offloaded):
         there = copy.value in schedule.saved and copy.value in first and 0 <= copy.begun < len(graph.stages)

@@ -1,19 +1,19 @@
 """Graph + schedule -> profile: the definition of memory and time by which every solver is judged.
 
-The schedule is played event by event: the forward kernels, then for each stage its recomputed kernels in forward
-order and its own kernels. A materialised value occupies its bytes from the kernel that makes it through the last
-kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so its result counts from the next kernel
-on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its barrier. Outputs of
-the step are part of the base.
+The schedule is played event by event: the forward kernels, then for each stage its recomputed kernels in forward order
+and its own kernels. A materialised value occupies its bytes from the kernel that computes it through the last kernel
+that reads it (a kernel of `Graph.in_place` writes over its operand, so its result counts from the next kernel on); a
+kernel's workspace counts while it runs. Operands of deferred updates live until the barrier that releases these.
+Outputs of the step are part of the base.
 
 An offloaded value (see `_host_copies`) takes no device memory from the end of its copy to the host to the stage before
 which its copy back begins; two slices of an offloaded stack do.
 
 If `Graph.counts_forward` is false, memory counts from the end of the forward pass on.
 
-The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
-its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
-was made outside of it is there until it ends.
+The body of a loop is played once. The values of a forward iteration count once inside the loop; from its end on they
+count once per iteration, if an event after the loop reads the originals. A value from outside a loop that the loop
+reads lives until the loop ends.
 """
 
 import math
@@ -32,7 +32,7 @@ REMEMBERED = 4  # profiles of a graph: those of very deep nets are large
 
 
 class Event(NamedTuple):
-    """One kernel run: the node, the stage it is recomputed for (-1 where it runs in its own place), live bytes."""
+    """One kernel run: the node, the stage that recomputes it (-1 for its regular run), live bytes."""
 
     node: int
     recomputed_for: int
@@ -44,8 +44,8 @@ class Profile:
     """The memory and time of a schedule.
 
     **Fields:** `peak_nbytes`: including the base. `peak_event`: the index of the first event at the peak. `runs`: the
-    fields of all events, one tuple each. `lives`: when each value is in memory. `alive`: pairs (value, stage that made
-    it, or -1) at the peak, largest first. `extra_seconds`: beyond the plain step's time.
+    fields of all events, one tuple each. `lives`: when each value is in memory. `alive`: pairs (value, stage that
+    recomputed it, or -1) at the peak, largest first. `extra_seconds`: beyond the plain step's time.
     """
 
     peak_nbytes: int
@@ -62,7 +62,7 @@ class Profile:
 
 
 def extra_seconds(graph: Graph, schedule: Schedule) -> float:
-    """Return seconds by which a step that follows the schedule takes longer than the plain one."""
+    """Return the seconds by which a step that follows the schedule takes longer than the plain one."""
     recomputed = math.fsum(
         s for k, nodes in enumerate(schedule.recomputed) for s in run_again(graph, k, nodes)
     )
@@ -71,30 +71,28 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
 
 
 def waits(graph: Graph, schedule: Schedule) -> list[float]:
-    """Return seconds for which each stage waits for copies from host memory."""
+    """Return the seconds for which each stage waits for copies from host memory."""
     return transits(graph, schedule)[1] if schedule.offloaded else []
 
 
 def transits(graph: Graph, schedule: Schedule) -> tuple[list[Transit], list[float]]:
-    """When copies to host memory and back are on their way, and the seconds for which each stage waits for them."""
+    """Return when copies to host memory and back are under way, and the seconds for which each stage waits for them."""
     return graph.away.transits(schedule.offloaded, schedule.recomputed, again_seconds(graph, schedule))
 
 
 def again_seconds(graph: Graph, schedule: Schedule) -> list[float]:
-    """Return seconds for which each stage recomputes."""
+    """Return the seconds for which each stage recomputes."""
     return [math.fsum(run_again(graph, k, nodes)) for k, nodes in enumerate(schedule.recomputed)]
 
 
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:
-    """Return seconds of each of the nodes that a stage runs again."""
+    """Return the seconds of each node that a stage runs again."""
     others = joined(graph, stage, nodes)
     return [graph.nodes[n].fused_seconds if n in others else graph.nodes[n].seconds for n in nodes]
 
 
 def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
-    """Return of the nodes that a stage runs again those that are part of another kernel there, with a node of
-    that.
-    """
+    """Return the recomputed nodes of a stage that are fused into another kernel of it, each with a node of that."""
     read = {v for n in nodes for v in graph.reads[n]}
     found = ((n, graph.joins(n, stage)) for n in nodes if graph.nodes[n].fusable_into)
     return {n: m for n, m in found if m >= 0 and read.isdisjoint(graph.nodes[n].outputs)}
@@ -138,14 +136,14 @@ def _simulated(graph: Graph, schedule: Schedule) -> Profile:
 
 
 def play(graph: Graph, schedule: Schedule) -> Run:
-    """Return what runs and lives when, by the law of the module's docstring."""
+    """Return all runs and lives, by the rules of the module's docstring."""
     size = len(graph.values)
     tape = graph.forward_tape.copy()
     held: list[list[int]] = [[] for _ in graph.stages]
     for v, k in schedule.kept:
         held[k].append(v)
-    own: list[int] = []  # for each stage the last event before or at its first node
-    begun: list[int] = []  # and its first event
+    own: list[int] = []  # for each stage the last event up to its first node
+    begun: list[int] = []  # its first event, recomputation included
     where: dict[int, int] = {}
     for k, stage in enumerate(graph.stages):
         tape.where = where = {v: where[v] for v in held[k] if v in where}
@@ -161,7 +159,7 @@ def play(graph: Graph, schedule: Schedule) -> Run:
         first = len(tape.nodes)
         tape.run_all(kernels)
         for n, m in joined(graph, k, again).items():
-            if ran := bisect_right(kernels, m):  # those up to the kernel that it is part of
+            if ran := bisect_right(kernels, m):  # the kernels up to the one that it is fused into
                 for v in graph.nodes[n].outputs:
                     if v in where:
                         tape.last[where[v]] = max(tape.last.get(where[v], -1), first + ran - 1)
@@ -171,7 +169,7 @@ def play(graph: Graph, schedule: Schedule) -> Run:
 def _gaps(
     graph: Graph, schedule: Schedule, ran: Sequence[int], begun: Sequence[int]
 ) -> dict[int, tuple[int, int]]:
-    """Return for each value that is in host memory meanwhile the first event without it, and the first with it again.
+    """Return, for each value that is offloaded for a while, the first event without it and the first with it again.
 
     **Arguments:** `begun` the first event of each stage.
     """
@@ -184,9 +182,7 @@ def _gaps(
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
-    """Return what makes one schedule better than another: to fit, then time; where neither fits, memory, then
-    time.
-    """
+    """Return the order of schedules, less is better: those that fit by time; the others by memory, then time."""
     profile = simulate(graph, schedule)
     if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
         return (0.0, profile.extra_seconds, profile.peak_nbytes)

@@ -1,7 +1,7 @@
-"""Estimates of what each rule may do to a step -> the variants of the step that are worth planning.
+"""Estimates of each rule's effect on a step -> the variants of the step that are worth planning.
 
-Invariant: the estimate of a variant is the sum of its choices' estimates. The only rule that the search knows is that
-of loops, whose levels it chooses.
+Invariant: the estimate of a variant is the sum of its choices' estimates. The search treats only one rule specially,
+that of loops, whose levels it chooses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ REVERSIBLE = "reversible"
 class Sites:
     """The sites of one rule in a step.
 
-    **Fields:** `rule`; the `estimates` of each site and setting; `exact` whether all is computed as before, but for
-    the order of sums; `together` whether all sites are chosen at once, rather than one of them.
+    **Fields:** `rule`; the `estimates` of each site and setting; `exact` whether results change only by the order of
+    sums; `together` whether all sites are chosen at once, rather than one of them.
     """
 
     rule: str
@@ -35,18 +35,18 @@ class Sites:
     together: bool = False
 
     def rungs(self) -> list[tuple[Choice, ...]]:
-        """Return choices that are worth making together, each of which saves more than those before; those of most of
-        the step among themselves, last.
+        """Return sets of choices worth combining, each saving more than the one before; choices of most of the step are
+        not combined, and come last.
         """
         if self.together:
             return [tuple(Choice(self.rule, *each) for each in sorted(self.estimates))]
         return [*self._levelled(), *((choice,) for choice in self._saving(whole=True))]
 
     def _levelled(self) -> list[tuple[Choice, ...]]:
-        """Return choices of which the next halves what is still to be saved at the site where that is most.
+        """Return sets of choices, each of which halves the bytes still to be saved at the site where they are most.
 
-        Sites are in memory at different times, so that the largest of them says what a step needs: what another saves
-        besides is worth nothing.
+        Sites are in memory at different times, so the largest of them determines the step's peak: savings at a smaller
+        site are worth nothing.
         """
         choices = self._saving(whole=False)
         of_site = {site: [c for c in choices if c.site == site] for site in {c.site for c in choices}}
@@ -65,7 +65,7 @@ class Sites:
         return found
 
     def _saving(self, *, whole: bool) -> list[Choice]:
-        """Return the choices of each site that save more there than all that cost less."""
+        """Return the choices of each site that save more than every faster one there (anywhere, if `whole`)."""
         found: dict[Choice, int] = {}
         able = (each for each in self.estimates.items() if each[1].whole == whole)
         for (site, setting), estimate in sorted(able, key=lambda each: each[1].more_seconds):
@@ -75,7 +75,7 @@ class Sites:
         return list(found)
 
     def estimate(self, choice: Choice) -> Estimate:
-        """Return the estimate of one choice; of nothing where none was made, as of a plan of another version."""
+        """Return the estimate of one choice, or an empty one if there is none, as for a plan of another version."""
         return self.estimates.get(choice[1:], Estimate())
 
 
@@ -87,10 +87,10 @@ NOTHING = Sites(INSIDE, {})
 class Variants:
     """The variants that a step may take.
 
-    **Fields:** the `loops`, and the `others` of its sites; the rules that may be followed within most of the step
-    `in_chunks`; `sites_inside` looks for what may be done otherwise in the program that has most of the step in chunks
-    as a choice says; `required` a variant of whose sites each is done otherwise in all variants, as where the compiler
-    takes no other; `negligible_seconds` more are no reason to look at a variant that saves less.
+    **Fields:** the `loops`, and the `others` of its sites; `in_chunks` the rules that may apply within most of the step
+    in chunks; `sites_inside` searches for sites in the program that has most of the step in chunks, as a choice says;
+    `required` a variant whose sites are changed in all variants, for instance because the compiler accepts no other;
+    `negligible_seconds`: a variant that saves less is dropped if another is slower by no more than this.
     """
 
     loops: Loops
@@ -102,7 +102,7 @@ class Variants:
 
     @property
     def sites(self) -> tuple[Sites | Loops, ...]:
-        """The sites of all rules. Loops are last: they are the largest, and what saves most of the others goes with
+        """The sites of all rules. Loops are last: they are the largest, and the best choices of the others combine with
         each of their levels.
         """
         return (*self.others, self.loops)
@@ -120,8 +120,10 @@ class Variants:
         return found
 
     def sketch(self, plain: Graph, variant: Variant) -> Graph | None:
-        """Return the plain graph with the values that a variant has in parts as small as those: what is left to be
-        saved or recomputed, without what the variant itself takes longer. None where it is not known which they are.
+        """Return the plain graph with the values that a variant divides reduced to one part each.
+
+        It shows what is left to be saved or recomputed, without the variant's extra time. None if it is not known which
+        values are divided.
         """
         chosen = [
             (sites, choice) for choice in variant.choices for sites in self.sites if sites.rule == choice.rule
@@ -136,9 +138,8 @@ class Variants:
         return replace(plain, values=tuple(values))
 
     def inside(self, variant: Variant) -> list[Variant]:
-        """Return a variant with most of the step in chunks, and with some of what these do in chunks of its own.
-
-        They are looked for where the variant is made: for each number of chunks it is another program.
+        """Return variants of one with most of the step in chunks, with sites inside these in smaller chunks: searched
+        for in the variant's program, since each number of chunks has another.
         """
         if variant.settings(INSIDE) or not self.estimate(variant).whole:
             return []
@@ -150,10 +151,12 @@ class Variants:
         return next(map(self.sites_inside, whole), NOTHING)
 
     def exact(self) -> tuple[Variant, ...]:
-        """Return exact variants, deeper and deeper: those of each rule in turn, by themselves and with what saves most
-        of the rules before; those of most of the step behind all that is cheaper, by themselves and with what chunks
-        may have besides. Where the rules before cost nothing, those by themselves come last: for steps in which the
-        others cannot be made.
+        """Return exact variants, ever deeper.
+
+        These are the variants of each rule in turn, by themselves and with the best of the rules before. Variants of
+        most of the step come after all that are cheaper, by themselves and with the choices that chunks may have. If
+        the rules before cost nothing, a rule's variants by themselves come last: for steps in which the others are
+        impossible.
         """
         found: list[Variant] = []
         wholes: list[Variant] = []
@@ -163,7 +166,7 @@ class Variants:
             if not sites.exact:
                 continue
             within = [choice for choice in before.choices if choice.rule in self.in_chunks]
-            last: tuple[Choice, ...] = ()
+            last: tuple[Choice, ...] = ()  # the deepest choices of this rule, which later rules build on
             for rung in sites.rungs():
                 variant = Variant.of(*rung)
                 if self.estimate(variant).whole:
@@ -181,8 +184,8 @@ class Variants:
         return self._worthwhile((*found, *without))
 
     def _worthwhile(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
-        """Return those of the variants that have what is required, without those of which another saves more for no
-        more time, or a negligible one.
+        """Return the variants with all required sites, except those replaced by one that saves more for at most
+        negligible time.
         """
         sites = {choice[:2] for choice in self.required.choices}
         able = [each for each in variants if sites <= {choice[:2] for choice in each.choices}]
@@ -200,8 +203,8 @@ class Variants:
         )
 
     def deepest(self) -> tuple[Variant, ...]:
-        """Return what saves most by each exact rule in turn, with what saves most by the rules before; nothing of most
-        of the step.
+        """Return the best choice of each exact rule in turn, with the best of the rules before; none of most of the
+        step.
         """
         found = [PLAIN]
         for sites in self.sites:
@@ -211,8 +214,8 @@ class Variants:
         return tuple(found[1:])
 
     def inexact(self) -> tuple[Variant, ...]:
-        """Return what changes numbers, with the step as written and with the exact variants but for those of most of
-        the step.
+        """Return variants that change numbers: with the step as written, and with the exact variants, except those of
+        most of the step.
         """
         exact = [PLAIN, *(each for each in self.exact() if not self.estimate(each).whole)]
         rungs = [rung for sites in self.others if not sites.exact for rung in sites.rungs()]

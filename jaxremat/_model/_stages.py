@@ -1,33 +1,32 @@
-"""Graph -> stages: where the backward pass may stop and recompute.
+"""Graph -> stages: the places at which the backward pass may stop and recompute.
 
-A cut between two readers of a residual makes both sides need it, so that it is recomputed twice or held; residuals that
-one stage recomputes are alive together. Both are bytes, so the stages are the shortest path through
+Invariant: a change of stages leaves the saved, recomputed, kept and offloaded values of a schedule as they are.
+
+A residual that is read on both sides of a cut is recomputed twice or kept across it; residuals that one stage
+recomputes are in memory together. Both are bytes, so the stages are the shortest path through
 
     sum over cuts (bytes of residuals read on both sides + total / FINENESS)
     + sum over stages ((consumed + load)**2 - load**2) / total
 
-where a stage *consumes* the residuals that it reads first (of what a loop stacks, one iteration's), `load` is the most
-that it has live of what the backward pass itself makes (gradients, scratch memory), and `total` is what saving all
-residuals takes. Cuts thus fall between layers, and more of them where the residuals are large or meet something large,
-such as the gradients of a language model's logits. There is one at either end of every loop, and
-where the user has pinned one.
+where a stage *consumes* the residuals that it is the first to read (of a stack, one iteration's slice), `load` is the
+peak of its live gradients and scratch memory, and `total` is the bytes of all residuals. So cuts fall between layers,
+and more of them where residuals are large or meet something large, such as the gradients of a language model's logits.
+There is a cut at both ends of every loop, and wherever the user has pinned one.
 
-Who reads a residual has two answers, hence two cuttings. A *fine* one counts the readers themselves. A *coarse* one
-counts as a reader of `u` also who reads what pointwise kernels make of `u`, because recomputing that needs `u`: no cut
-between the gradients of an activation and of the contraction behind it. The coarse one recomputes less, the fine one
-reaches lower peaks where a single layer is large. It may cut anywhere, the coarse one only where locally least spans:
-there is no such place within what reads one large residual throughout, as the end of a residual stream behind a mean.
+Readers are counted in two ways, hence two cuttings. The *fine* one counts the readers themselves. The *coarse* one also
+counts the readers of pointwise results of `u` as readers of `u`, because recomputing those results needs `u`: no cut
+between the gradients of an activation and of the contraction before it. The coarse one recomputes less, the fine one
+reaches lower peaks where a single layer is large. The fine one may cut anywhere, the coarse one only at local minima of
+the bytes read on both sides: no such minimum lies within a stretch that reads one large residual throughout, such as
+the end of a residual stream after a mean.
 
-Where a step differentiates several times one after the other (see `_later_passes`), a stage begins behind each later
-forward pass and none within it, and each backward pass is cut as if it were alone, with a `total` of its own.
+In a step that differentiates several times in sequence (see `_later_passes`), a stage begins after each later forward
+pass and none within it, and each backward pass is cut as if it were the only one, with a `total` for itself.
 
-Graph + schedule -> the same with fewer stages, where the user's program copies from and to host memory.
-
-Each barrier between such copies holds back what they wait for: a transformer's step whose optimizer state is in host
-memory needs 226 MiB with all of them and 188 MiB without those of stages that recompute nothing. Such a stage becomes
-part of the one before, unless a copy begins or ends with it. Elsewhere these barriers cost nothing.
-
-Invariant: saved, recomputed, kept and offloaded values stay what they were.
+`merged` removes stages where the user's program copies from and to host memory. A barrier between such copies delays
+the operands that they wait for: a transformer's step with its optimizer state in host memory needs 226 MiB with all
+barriers and 188 MiB without those of stages that recompute nothing. Such a stage becomes part of the one before, unless
+a copy begins or ends with it. In other steps these barriers cost nothing.
 """
 
 from bisect import bisect_left
@@ -50,7 +49,7 @@ NOISE_SHARE = 0.002
 
 
 def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
-    """Stages that tile the schedule from the end of the forward pass; see the module's docstring for `fine`."""
+    """Return stages that tile the schedule from the end of the forward pass; see the module's docstring for `fine`."""
     start, stop = graph.forward_stop, len(graph.nodes)
     if start == stop:
         return ()
@@ -64,6 +63,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     # best[i]: cost of the best cutting of everything before places[i]
     best, previous = [0.0], [0]
     for i in range(1, len(places)):
+        # Backwards from place i, so that `load` grows to the maximum over the stage; no stage crosses a fixed cut.
         load, found = 0, []
         total = totals[passes_before(passes, places[i] - 1)] or 1
         for j in reversed(range(i)):
@@ -85,40 +85,32 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
 
 @mechanism("fine stages", off=lambda graph: [graph])
 def cuttings(graph: Graph) -> list[Graph]:
-    """Return the graph with its coarse stages, and with fine ones if those are others."""
+    """Return the graph with its coarse stages, and with fine ones if those differ."""
     return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]
 
 
 def uncut(graph: Graph) -> tuple[Stage, ...]:
-    """Return the fewest stages: one for each backward pass, but for the ends of loops and where a pin wants
-    another.
-    """
+    """Return the fewest stages: one per backward pass, besides cuts at ends of loops and at pins."""
     start, stop = graph.forward_stop, len(graph.nodes)
     fixed = _fixed_cuts(graph, start, later_passes(graph))
     return with_updates(graph, [start, *fixed, stop]) if start < stop else ()
 
 
 def coarser(graph: Graph, stages: tuple[Stage, ...], every: int) -> tuple[Stage, ...]:
-    """Return of these stages as many as that made one, but for the ends of loops and of passes, and where a pin
-    wants one.
-    """
+    """Return stages that each combine `every` of these; ends of loops and of passes, and pinned cuts, remain."""
     fixed = {graph.forward_stop, *_fixed_cuts(graph, graph.forward_stop, later_passes(graph))}
     cuts = [s.start for i, s in enumerate(stages) if i % every == 0 or s.start in fixed]
     return with_updates(graph, [*cuts, len(graph.nodes)])
 
 
 def _fixed_cuts(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
-    """Return where loops begin or end in the backward pass, where forward passes end in it, and where pins want a
-    stage.
-    """
+    """Return the nodes of the backward pass at which loops begin or end, forward passes end, or pins want a stage."""
     nodes, wanted = graph.nodes, {*graph.pinned["stage"], *(own.stop for own in passes)}
     return [n for n in range(start + 1, len(nodes)) if nodes[n].loop != nodes[n - 1].loop or n in wanted]
 
 
 def _load(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
-    """Return for each node of the backward pass the bytes alive of what the backward pass makes, scratch memory
-    included.
-    """
+    """Return the live bytes at each node of the backward pass that it computed itself, scratch memory included."""
     last: dict[int, int] = {}
     for node in graph.nodes[start:]:
         last.update((v, node.id) for v in graph.reads[node.id])
@@ -139,16 +131,14 @@ def _load(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
 def _spanning_and_consumed(
     graph: Graph, start: int, fine: bool, passes: Sequence[LaterPass]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return for each place of the backward pass the bytes of residuals read on both sides, and of those first read
-    before; and what saving all takes that each backward pass is the first to read.
+    """Return the bytes of residuals read on both sides of each place, and of those first read before it; and for each
+    backward pass, the bytes of all that it is the first to read.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
 
     def is_read(v: int, n: int) -> bool:
-        """Return whether the node reads what another stage must have made, as far as loops and pins do not cut
-        passes.
-        """
+        """Return whether the node reads a residual of an earlier pass; cuts at loops and pins are ignored here."""
         made = graph.values[v].producer
         own = made_later(passes, made) if made >= start else None
         return graph.is_residual(v) and (made < start or (own is not None and own.stop <= n))
@@ -158,6 +148,8 @@ def _spanning_and_consumed(
     for n, values in read.items():
         for v in values:
             producer = graph.nodes[graph.values[v].producer]
+            # The coarse cutting counts readers of pointwise results as readers of their operands; see the module's
+            # docstring.
             sources = (
                 () if fine or producer.fusion_root else (u for u in graph.reads[producer.id] if u in own)
             )
@@ -183,10 +175,11 @@ def _spanning_and_consumed(
 def _candidates(
     graph: Graph, start: int, spanning: list[int], consumed: list[int], anywhere: bool
 ) -> list[int]:
-    """Return places where cutting may be best, and both ends: within each stretch where locally least spans, or
-    `anywhere`, the first place and every place before which something was consumed.
+    """Return places where cutting may be best, and both ends.
 
-    Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
+    These are the first place of each stretch with locally fewest spanning bytes (or of any stretch, if `anywhere`), and
+    every place of it before which something was consumed. Differences below a share of the maximum are noise
+    (statistics, biases) and start no new stretch.
     """
     noise = max(spanning) * NOISE_SHARE
     stretches: list[tuple[int, list[int]]] = []  # (bytes that span it, places)
@@ -208,17 +201,17 @@ def _candidates(
         )
         for place in stretches[i][1]
     ]
-    per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
+    per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # in too long a list, the best of each run of neighbours
     buckets = [lowest[i : i + per_bucket] for i in range(0, len(lowest), per_bucket or 1)]
     chosen = (min(bucket)[1] for bucket in buckets)
     return [start, *chosen, len(graph.nodes)]
 
 
 def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
-    """Return the graph and the schedule without the stages that need no barrier, but for the first.
+    """Return the graph and the schedule without the stages that need no barrier; the first stage stays.
 
-    All that a merged stage finishes waits for the barrier behind it: else the compiler puts weight gradients off, and
-    keeps what they are made of.
+    All finished values of a merged stage wait for the next barrier: otherwise the compiler delays weight gradients and
+    keeps their operands in memory.
     """
     loop_of = [graph.nodes[stage.start].loop for stage in graph.stages]
     gone = {copy.gone for copy in schedule.offloaded}
@@ -247,6 +240,6 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
 
 
 def _in_fewer(copy: HostCopy, first: list[int]) -> HostCopy:
-    """Return a copy in terms of the stages that are left. Where its value is read before one begins, none waits."""
+    """Return a copy in terms of the remaining stages; if none from `over` on remains, the first reader waits for it."""
     over = bisect_left(first, copy.over) if copy.over >= 0 else -1
     return copy._replace(begun=bisect_left(first, copy.begun), over=over if over < len(first) else -1)

@@ -1,7 +1,7 @@
-"""Graph -> tape of a schedule being played: what ran, who read what last, and at its end what was in memory when.
+"""Graph -> tape of a schedule being played: the runs, the last reader of each value, and at the end all lives.
 
-Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a graph, so that its tape is made once
-(`Graph.forward_tape`) and copied.
+Invariant: the rules of `_simulate`'s docstring. All schedules of a graph share its forward pass, so the tape of that is
+recorded once (`Graph.forward_tape`) and copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ from ._host_copies import SLICES
 
 
 class Life(NamedTuple):
-    """A stretch in which an instance of a value is in memory: the value, the stage that made it (-1 in its own place),
-    the first and the last event, its bytes. What a loop stacks has two, before and behind the end of its loop, and
-    what is in host memory meanwhile too.
+    """A stretch in which an instance of a value is in memory: the value, the stage that recomputed it (-1 for the
+    original), the first and the last event, its bytes. A stacked value has two stretches, before and after the end of
+    its loop; so has one that is offloaded in between.
     """
 
     value: int
@@ -24,9 +24,7 @@ class Life(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), and what
-    was in memory when.
-    """
+    """A played schedule: the nodes that ran, the stage that recomputed each (-1 for its regular run), and all lives."""
 
     nodes: tuple[int, ...]
     made_for: tuple[int, ...]
@@ -34,12 +32,11 @@ class Run(NamedTuple):
 
 
 class Tape:
-    """What has been played so far.
+    """The schedule as played so far.
 
-    **Fields:** `nodes` that ran, in order; `made_for` the stage that each is recomputed for, -1 in its own place;
-    `last` for each instance the last run that reads it; `where` for each value its present clone, absent: the
-    original. An instance of value v is v itself, or v + size * (k + 1) where stage k recomputes it: ints, for very deep
-    nets.
+    **Fields:** `nodes` that ran, in order; `made_for` the stage that recomputes each, -1 for its regular run; `last`
+    the last run that reads each instance; `where` the current clone of each value, none for the original. An instance
+    of value v is v itself, or v + size * (k + 1) if stage k recomputes it: ints, for very deep nets.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -52,7 +49,7 @@ class Tape:
         self._ended: dict[int, int] = {}  # loop -> its last event
 
     def copy(self) -> "Tape":
-        """Return the same, to be played on."""
+        """Return an independent copy, on which to play further."""
         other = Tape(self.graph)
         other.nodes, other.made_for = self.nodes.copy(), self.made_for.copy()
         other.last, other.where = self.last.copy(), self.where.copy()
@@ -60,12 +57,12 @@ class Tape:
         return other
 
     def run_all(self, kernels: Iterable[int]) -> None:
-        """These kernels run, in their own places."""
+        """Run these kernels in their regular places."""
         for n in kernels:
             self.run(n, -1)
 
     def run(self, n: int, stage: int) -> None:
-        """Run a kernel, recomputed for that stage or in its own place."""
+        """Run a kernel, recomputed for a stage or, with -1, in its regular place."""
         graph, where, event = self.graph, self.where, len(self.nodes)
         self.nodes.append(n)
         self.made_for.append(stage)
@@ -83,9 +80,10 @@ class Tape:
         self._keeping.extend((v, loop) for v, loop in kept if loop >= 0)
 
     def over(self, own: Sequence[int], gaps: Mapping[int, tuple[int, int]]) -> Run:
-        """Return all that ran and lived; `own` for each stage the last event before or at its first node, `gaps`
-        for values that are elsewhere meanwhile the first event without them, and the first with them again. Of
-        stacks a slice and the next are there then.
+        """Return all runs and lives.
+
+        **Arguments:** `own` for each stage the last event up to its first node; `gaps` for offloaded values the first
+        event without them, and the first with them again. `SLICES` slices of a stack are on the device from then on.
         """
         graph, nodes, last = self.graph, self.nodes, self.last
         for v, loop in self._keeping:
@@ -97,7 +95,7 @@ class Tape:
 
     def _lives(self, gaps: Mapping[int, tuple[int, int]]) -> Iterator[Life]:
         graph, last, size = self.graph, self.last, len(self.graph.values)
-        behind: dict[int, int] = {}  # loop of the forward pass -> the first event behind it
+        behind: dict[int, int] = {}  # loop of the forward pass -> the first event after it
         for event, (n, stage) in enumerate(zip(self.nodes, self.made_for, strict=True)):
             if stage < 0 and graph.nodes[n].loop >= 0:
                 behind[graph.nodes[n].loop] = event + 1
@@ -121,7 +119,7 @@ class Tape:
 
 
 def forward_tape(graph: Any) -> Tape:
-    """Return the tape of the forward pass, which all schedules begin with."""
+    """Return the tape of the forward pass, with which all schedules begin."""
     tape = Tape(graph)
     tape.run_all(n for n in range(graph.forward_stop) if graph.kernel[n])
     return tape

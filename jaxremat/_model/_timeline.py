@@ -1,7 +1,7 @@
-"""Graph + schedule -> timeline: the simulator's memory over the step's time, in few enough moments to keep in a plan.
+"""Graph + schedule -> timeline: the simulator's memory over the step's time, in few enough moments to store in a plan.
 
-Law: the largest moment of a timeline is the peak of `simulate`, and the bytes of a moment's kinds sum up to what the
-simulator has alive then.
+Invariant: the largest moment of a timeline is the peak of `simulate`, and the bytes of a moment's kinds add up to the
+simulator's live bytes.
 """
 
 import heapq
@@ -23,7 +23,7 @@ from ._simulate import again_seconds, simulate, transits
 from ._tape import Life
 
 MOMENTS = 240
-"""A timeline has at most so many: about one per four pixels of a page."""
+"""The most moments of a timeline: about one per four pixels of a page."""
 
 NAMED = 6
 """The number of live values that are named at each moment, largest first."""
@@ -34,10 +34,10 @@ KINDS: tuple[Kind, ...] = ("forward", "recomputed", "backward")
 
 
 class Group(NamedTuple):
-    """Arrays that look alike: what the same line makes in one module, or in modules that differ by a number.
+    """Arrays that look alike: results of the same line in one module, or in modules whose names differ by a number.
 
-    **Fields:** `name` the user's `checkpoint_name`, else the primitive; `shape` as text; `kind` who made them; `nbytes`
-    of one; `module` the name stack, with `*` for numbers that differ; `source` the user's line.
+    **Fields:** `name` the user's `checkpoint_name`, else the primitive; `shape` as text; `kind` the pass that computed
+    them; `nbytes` of one; `module` the name stack, with `*` for numbers that differ; `source` the user's line.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Group(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The largest of what happens in one slice of the step's time, which lasts until the next moment.
+    """The event of most memory in one slice of the step's time, which lasts until the next moment.
 
-    **Fields:** `seconds` when it begins; `running` the `Group` that runs, by index, whose `kind` says in which pass;
-    bytes alive by kind, `scratch_nbytes` what only the running kernel has; `alive` pairs (index of a `Group`, how
-    many), the largest first.
+    **Fields:** `seconds` when it begins; `running` the `Group` of the running kernel, by index, whose `kind` is the
+    pass; live bytes by kind, `scratch_nbytes` those of the running kernel's scratch memory; `alive` pairs (index of a
+    `Group`, count), the largest first.
     """
 
     seconds: float
@@ -66,7 +66,7 @@ class Moment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes alive, without the base."""
+        """Live bytes, without the base."""
         return self.forward_nbytes + self.recomputed_nbytes + self.backward_nbytes + self.scratch_nbytes
 
 
@@ -101,7 +101,7 @@ class Timeline:
         return max(self.moments, key=lambda m: m.nbytes, default=None)
 
     def link_seconds(self, back: bool) -> float:
-        """Return for how long something is on its way to host memory, or back."""
+        """Return the seconds during which at least one copy to host memory, or back, is under way."""
         busy = until = 0.0
         for copy in sorted((copy for copy in self.copies if copy.back == back), key=lambda copy: copy.begin):
             busy += max(copy.end - max(copy.begin, until), 0.0)
@@ -110,21 +110,21 @@ class Timeline:
 
 
 class Groups:
-    """Puts arrays of a graph into groups, and gives an index to those that are named."""
+    """Sorts a graph's arrays into groups, and numbers those that are named."""
 
     def __init__(self) -> None:
         self._modules: dict[Group, set[str]] = {}
         self._index: dict[Group, int] = {}
 
     def of_value(self, graph: Graph, v: int, kind: Kind, nbytes: int) -> Group:
-        """Return the group of a value that lives with so many bytes."""
+        """Return the group of a value that occupies so many bytes."""
         value = graph.values[v]
         stacked = value.length > 1 and nbytes == value.saved_nbytes
         shape = f"{value.length} x {value.shape}" if stacked else value.shape
         return self._group(graph.nodes[value.producer], value.name, shape, kind, nbytes)
 
     def of_node(self, graph: Graph, n: int, kind: Kind) -> Group:
-        """Return the group of the largest of what a node makes."""
+        """Return the group of a node's largest output."""
         outputs = (graph.values[v] for v in graph.nodes[n].outputs)
         largest = max(outputs, key=lambda value: value.nbytes, default=None)
         if largest is None:
@@ -156,13 +156,13 @@ _MACHINERY = re.compile(
 
 
 def module_path(scope: str) -> tuple[str, ...]:
-    """Return the modules that a name stack is of, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`,
-    `Dense_0`.
+    """Return the modules of a name stack, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`, `Dense_0`.
 
-    What loops and rematerialisation add is left out. The body of a loop begins with the path of all modules again.
+    Names added by loops and rematerialisation are left out. The body of a loop begins with the path of all modules
+    again.
     """
     path: list[str] = []
-    inside = False  # of a loop or the like, whose body comes next
+    inside = False  # of a loop or the like: its body repeats the path from the outermost module
     for part in scope.split("/"):
         while found := _WRAPPED.match(part):
             part = found[1]
@@ -178,15 +178,15 @@ def module_path(scope: str) -> tuple[str, ...]:
 
 
 def numberless(path: str) -> str:
-    """Return the path with `*` for each number, which is the same for modules that are repeated."""
+    """Return the path with `*` for each number, so that repeated modules have the same path."""
     return re.sub(r"\d+", "*", path)
 
 
 def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -> Timeline:
     """Return the timeline of a schedule.
 
-    **Arguments:** `seconds`: what the whole run takes; the nodes' own seconds, which are prices of running them once
-    more, only say how it is divided. `groups`: takes up what is named.
+    **Arguments:** `seconds`: the time of the whole run; the nodes' own seconds, which are prices of running them once
+    more, only determine how it is divided. `groups`: receives the groups that are named.
     """
     profile = simulate(graph, schedule)
     nodes, made_for, live = profile.runs
@@ -195,6 +195,7 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
         prices = [1.0] * len(nodes)
     scale = seconds / sum(prices) if prices else 0.0
     starts = [scale * t for t in accumulate(prices[:-1], initial=0.0)][: len(nodes)]
+    # From here on only the events that are kept count; lives that fall between two of them leave no trace.
     chosen = _chosen(starts, live, seconds)
     begins, ends = _changes(profile.lives, [event for event, _ in chosen])
     moments = []
@@ -240,16 +241,17 @@ def _copies(
     made_for: Sequence[int],
     groups: Groups,
 ) -> tuple[Copied, ...]:
-    """Return the copies of a schedule, in the run's time: each is where it is between the kernels of the copies'
-    own clock.
+    """Return the copies of a schedule, in the run's time: each keeps its place between the kernels of the copies' own
+    clock.
 
-    **Arguments:** `starts` of the run's events, and its end; of each the node, and the stage that it recomputes for.
+    **Arguments:** `starts` of the run's events, and its end; `nodes` and `made_for`: each event's node, and the stage
+    that it recomputes for.
     """
     if not schedule.offloaded:
         return ()
     found, waits = transits(graph, schedule)
     more = map(operator.add, waits, again_seconds(graph, schedule))
-    late = list(accumulate(more))  # by how much the step is, in each stage
+    late = list(accumulate(more))  # the step's delay in each stage
     own = [i for i, stage in enumerate(made_for) if stage < 0]
     clock = [
         graph.away.starts[nodes[i]]
@@ -280,8 +282,8 @@ def _kind(forward: bool, stage: int) -> Kind:
 
 
 def _chosen(starts: Sequence[float], live: Sequence[int], seconds: float) -> list[tuple[int, float]]:
-    """Return of each slice of the time the event of most memory, and when the slice begins; equal neighbours are
-    one.
+    """Return the event of most memory in each slice of the time, and when the slice begins; equal neighbours are
+    merged.
     """
     slices: list[list[int]] = [[] for _ in range(MOMENTS)]
     for event, start in enumerate(starts):
@@ -299,7 +301,7 @@ def _chosen(starts: Sequence[float], live: Sequence[int], seconds: float) -> lis
 
 
 def _changes(lives: Sequence[Life], events: Sequence[int]) -> tuple[list[list[Life]], list[list[Life]]]:
-    """Return for each of the ascending events what lives then and not at the one before, and the other way round."""
+    """Return, for each of the ascending events, the lives that began since the event before, and those that ended."""
     begins: list[list[Life]] = [[] for _ in events]
     ends: list[list[Life]] = [[] for _ in (*events, None)]
     for life in lives:
@@ -311,5 +313,5 @@ def _changes(lives: Sequence[Life], events: Sequence[int]) -> tuple[list[list[Li
 
 
 def rounded(seconds: float) -> float:
-    """To five digits: more would only be text."""
+    """Return the seconds to five digits: more would only lengthen the text."""
     return float(f"{seconds:.5g}")

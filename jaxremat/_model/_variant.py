@@ -1,7 +1,7 @@
 """Sites of a step, and the setting of each: the `Variant` of a step that is planned.
 
-A site is what a rule may do otherwise than it is written: a pair of loops, a region of rows, the values that may have
-copies. Invariant: equal variants are equal and hash alike, and a variant names no site that is as it was written.
+A site is a part of the step that a rule may change: a pair of loops, a region of rows, the values that may have copies.
+Invariant: equal variants compare and hash equal, and a variant names no unchanged site.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ INSIDE = "inside"
 
 - `LOOP`, a pair of loops: its lengths by level (see `_loop_levels`);
 - `ROWS`, a region of rows: the number of chunks;
-- `INSIDE`, a region of rows of the program in which most of the step is in microbatches: the number of chunks;
+- `INSIDE`, a region of rows in a program with most of the step in microbatches: the number of chunks;
 - `COPIES`, all values together: the codes of the encodings that they may be kept in;
 - `INNER`, all pairs of loops inside of pairs: 1, they are inlined;
-- `ATTENTION`, all attention together: 1 where it is done in parts, 2 in kernels;
+- `ATTENTION`, all attention together: 1 in parts, 2 in kernels;
 - `REVERSED`, a pair of loops (numbered from 1) or the blocks outside of loops (0): 1, the backward pass computes its
   values from its results.
 """
@@ -26,7 +26,7 @@ _UNNAMED = "site"
 
 
 class Choice(NamedTuple):
-    """One site that is done otherwise. **Fields:** `rule`; `site` its number among the rule's sites; `setting`."""
+    """One changed site. **Fields:** `rule`; `site` its number among the rule's sites; `setting`."""
 
     rule: str
     site: int
@@ -34,11 +34,11 @@ class Choice(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a choice or a variant is worth, compared with the step as written, where of a loop only carries are saved.
+    """The estimated worth of a choice or a variant, compared with the step as written if loops save only carries.
 
-    **Fields:** `fewer_nbytes` in memory at once; `more_seconds` of what runs again, is copied or launched; `whole`
-    whether most of the step is done so, its loops within; `divided` the values of the plain graph that are in memory
-    in so many parts, one at a time, or not at all (0), () where that is not known.
+    **Fields:** `fewer_nbytes` in memory at once; `more_seconds` of recomputation, copies and launches; `whole` whether
+    it changes most of the step, the loops in it included; `divided` pairs (value of the plain graph, the number of
+    parts of which one at a time is in memory, or 0 if none ever is), () if not known.
     """
 
     fewer_nbytes: int = 0
@@ -58,14 +58,14 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """**Fields:** `choices` of the sites that are not as they were written, in order."""
+    """**Fields:** `choices` of the changed sites, in order."""
 
     choices: tuple[Choice, ...] = ()
 
     @classmethod
     def of(cls, *choices: Choice) -> Self:
-        """Return the variant with these choices, the later ones in place of earlier ones for the same site. A pair of
-        loops that is reversed is in no levels.
+        """Return the variant with these choices; later ones replace earlier ones for the same site. A reversed pair of
+        loops has no levels.
         """
         found = {choice[:2]: choice for choice in choices}
         for pair in [site - 1 for rule, site in found if rule == REVERSED]:
@@ -74,12 +74,12 @@ class Variant:
 
     @classmethod
     def of_rule(cls, rule: str, settings: Mapping[int, tuple[int, ...]]) -> Self:
-        """Return the variant with these settings by site of one rule."""
+        """Return the variant with these settings of one rule, by site."""
         return cls.of(*(Choice(rule, site, setting) for site, setting in settings.items()))
 
     @classmethod
     def unnamed(cls, settings: tuple[tuple[int, ...], ...]) -> Self:
-        """Return one of which only the settings of all sites are known, in a row, as plans of format 2 have them."""
+        """Return a variant of which only the settings of all sites are known, in a row, as in plans of format 2."""
         return cls.of_rule(_UNNAMED, dict(enumerate(settings)))
 
     @property
@@ -88,7 +88,9 @@ class Variant:
         return all(choice.rule != _UNNAMED for choice in self.choices)
 
     def named(self, loops: int, regions: int) -> Self:
-        """Return the same, where it is such a one, of a step with so many pairs of loops and regions of rows."""
+        """Return the variant with the rules of unnamed choices, in a step with so many pairs of loops and regions of
+        rows.
+        """
         starts = ((COPIES, loops + regions), (ROWS, loops), (LOOP, 0))
 
         def one(choice: Choice) -> Choice:
@@ -100,15 +102,15 @@ class Variant:
         return type(self).of(*map(one, self.choices))
 
     def settings(self, rule: str) -> dict[int, tuple[int, ...]]:
-        """Return the settings by site of one rule."""
+        """Return the settings of one rule, by site."""
         return {choice.site: choice.setting for choice in self.choices if choice.rule == rule}
 
     def also(self, *choices: Choice) -> Self:
-        """Return the same with these choices as well, or instead for the same site."""
+        """Return the variant with these choices added, or replaced for the same site."""
         return type(self).of(*self.choices, *choices)
 
     def overlaps(self, other: "Variant") -> bool:
-        """Return whether another variant does something otherwise that this one does, be it with another setting."""
+        """Return whether both variants change a common site, even to different settings."""
         return not {choice[:2] for choice in self.choices}.isdisjoint(choice[:2] for choice in other.choices)
 
     def __bool__(self) -> bool:

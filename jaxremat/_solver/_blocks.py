@@ -1,29 +1,29 @@
-"""The cheapest choice for all blocks of the forward pass (`blocks`): an allocation that spreads the budget.
+"""Graph -> blocks of residuals and the frontier of each; blocks + budget -> the cheapest combination of their points.
 
-It chooses one point of each block's frontier. While stage k runs, what later groups have saved is there:
+Invariant: blocks with equal integer programs share one frontier, whatever ids their values have. A net of a thousand
+equal layers has only a few programs.
 
-    sum of saved bytes of the blocks of later groups  <=  budget - rest[k]        for every k, and for the forward pass
-
-which is a knapsack with nested bounds, solved by dynamic programming from the last group to the first. `rest` is what
-else the simulator finds at the stage's highest moment. It hangs on the choice, so that choosing and simulating go on
-in turn. Where a later stage is a forward pass of its own (see `_later_passes`), its blocks have a knapsack to
-themselves, bounded in that stage and those behind it; what the others have saved is of its rest, and the other way
-round.
-
-Blocks of the forward pass, and what each choice of saved values costs in them: equal ones are solved once.
-
-Stages are taken together in *groups* that have little between them; what several groups want is saved, or is a block of
-its own if it is made of that. A group's other residuals, those of each forward pass by themselves, are cut into
-*blocks* where least is read across. For each,
+Stages with few bytes between them form *groups*. A value that several groups read is saved, or is a block by itself if
+it can be recomputed from saved values. The other residuals of a group, those of each forward pass separately, are cut
+into *blocks* at places that few bytes cross. For each block, the frontier consists of solutions of
 
     minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
     subject to  s[v] + r[prod(v),k] >= 1                   stage k, or a later block of it, reads v
                 r[n,k] <= s[u] + r[prod(u),k]              n reads u, a value of the block
                 sum saved_nbytes(v) s[v] <= nbytes         for falling nbytes
 
-with s[v] saved and r[n,k] run again for stage k: by looking at all choices where a block is small, else an integer
-program (HiGHS). Blocks with the same one, whatever their values are called, share its frontier: a net of a thousand
-equal layers has but a few.
+with s[v] if v is saved and r[n,k] if n runs again for stage k: by enumeration for small blocks, otherwise as an integer
+program (HiGHS).
+
+An allocation then chooses one point of each block's frontier. While stage k runs, the saved values of later groups are
+in memory:
+
+    sum of saved bytes of the blocks of later groups  <=  budget - rest[k]        for every k, and for the forward pass
+
+This is a knapsack with nested bounds, solved by dynamic programming from the last group to the first. `rest` is all
+other memory at the stage's highest moment, by the simulator. It depends on the choice, so choosing and simulating
+alternate. If a later stage contains another forward pass (see `_later_passes`), its blocks have a separate knapsack,
+bounded in that stage and those after it; the saved values of the other passes are part of its `rest`, and vice versa.
 """
 
 import math
@@ -43,18 +43,19 @@ from .._model._simulate import Profile, rank, simulate
 from ._interface import Solution
 
 LEAST_VALUES, MOST_VALUES = 8, 32
-"""Residuals of a block."""
+"""The fewest and the most residuals of a block."""
 
 LITTLE = 0.1
 """Groups may have this share of an average stage's residuals between them."""
 
 MOST_STAGES = 6
 LEAST_GROUPS = 8
-"""Stages of a group, and groups, where there are as many stages."""
+"""The most stages of a group, and the fewest groups, if there are as many stages."""
 
 MOST_ENUMERATED = 14
-"""Values of a block of which all choices are looked at: with 8 that takes a millisecond, with 14 ten, where the integer
-programs of a frontier take a hundred."""
+"""Values of a block up to which all choices are enumerated: with 8 that takes a millisecond, with 14 ten, while the
+integer programs of a frontier take a hundred.
+"""
 
 POINTS = 16
 """The most points of a frontier."""
@@ -63,18 +64,17 @@ MOST_NODES = 1000
 """Branch-and-bound nodes for each point: most need one."""
 
 MOST_FOUND = 4096
-"""Frontiers that are remembered."""
+"""The most frontiers in the cache."""
 
 
 @dataclass(frozen=True)
 class Block:
     """Residuals of one group of stages that are chosen together.
 
-    **Fields:** `group` its first stage; `born` the stage in which its values are made, -1 for the first forward pass;
-    `values` in order; `program` the integer program without names: for each
-    producer its seconds, what it reads of the block (places in `values`), the stages, counted from the group's first,
-    that may run it again, and what it makes, as (place, saved bytes, saved seconds, stages that want it); what may not
-    be saved takes for ever.
+    **Fields:** `group` its first stage; `born` the stage in which its values are computed, -1 for the first forward
+    pass; `values` in order; `program` the integer program without ids: for each producer its seconds, the values of the
+    block that it reads (as places in `values`), the stages, counted from the group's first, that may run it again, and
+    its results as (place, saved bytes, saved seconds, stages that want it); infinite seconds forbid saving a value.
     """
 
     group: int
@@ -93,7 +93,7 @@ class Point:
 
 
 def blocks(graph: Graph) -> tuple[list[Block], frozenset[int]]:
-    """Return the blocks of all groups, the last group's first; and the residuals that are saved besides."""
+    """Return the blocks of all groups, the last group's first; and further residuals that are saved."""
     fixed = must_save(graph)
     passes = later_passes(graph)
     first = _groups(graph, fixed, passes)
@@ -116,6 +116,7 @@ def blocks(graph: Graph) -> tuple[list[Block], frozenset[int]]:
             continue
         own.setdefault((groups.pop(), born[v]), []).append(v)
         for u in graph.reads[graph.values[v].producer]:
+            # Recomputing v in these stages reads u there; hence the order from last to first.
             wanted.setdefault(u, set()).update(stages)
     found = [block for at, values in own.items() for block in _cut(graph, *at, values[::-1], read, wanted)]
     kept: set[int] = set()
@@ -128,7 +129,7 @@ def blocks(graph: Graph) -> tuple[list[Block], frozenset[int]]:
 
 
 def _groups(graph: Graph, fixed: Collection[int], passes: Sequence[LaterPass]) -> list[int]:
-    """Return for each stage the first of its group, which is of one backward pass."""
+    """Return the first stage of each stage's group, which lies within one backward pass."""
     count = len(graph.stages)
     read = {v for k in range(count) for v in graph.needs(k)}
     begun: dict[int, int] = {}
@@ -141,10 +142,10 @@ def _groups(graph: Graph, fixed: Collection[int], passes: Sequence[LaterPass]) -
             known = last.get(v) == k
             begun.setdefault(v, k)
             last[v] = k
-            # To recompute what it reads, a stage wants the next values behind it that other stages read themselves.
+            # A stage recomputes its residuals from the nearest earlier values that other stages read themselves.
             if not known and (v in needed or v not in read) and v not in fixed and graph.is_residual(v):
                 stack.extend(graph.reads[graph.values[v].producer])
-    across = np.zeros(count + 1, dtype=np.int64)  # bytes that stages on both sides of a stage's start want
+    across = np.zeros(count + 1, dtype=np.int64)  # bytes wanted by stages on both sides of a stage's start
     free = [v for v in begun if v not in fixed]
     for v in free:
         across[begun[v] + 1] += graph.values[v].saved_nbytes
@@ -171,8 +172,10 @@ def _cut(
     read: Mapping[int, Collection[int]],
     wanted: Mapping[int, Collection[int]],
 ) -> list[Block]:
-    """Return one group's residuals in blocks, with as few bytes read across their ends as there may be; for each
-    residual `read` has the stages that read it, `wanted` also those that may recompute others from it.
+    """Return one group's residuals in blocks, with the fewest possible bytes read across their ends.
+
+    **Arguments:** `read` the stages that read each residual; `wanted` those and the ones that may recompute others from
+    it.
     """
     place = {v: i for i, v in enumerate(values)}
     readers: list[list[int]] = [[] for _ in values]
@@ -184,7 +187,7 @@ def _cut(
     for i, v in enumerate(values):
         across[i] += graph.values[v].nbytes
         across[max(readers[i], default=i)] -= graph.values[v].nbytes
-    across = np.cumsum(across)  # bytes of values up to a place that are read behind it
+    across = np.cumsum(across)  # bytes of values before a place that are read after it
     producer = [graph.values[v].producer for v in values]
     starts = [0]
     while len(values) - (start := starts[-1]) > MOST_VALUES:
@@ -210,7 +213,10 @@ def _block(
     wanted: Mapping[int, Collection[int]],
     others: Sequence[Collection[int]],
 ) -> Block:
-    """**Arguments:** `others` for each value the stages in which others than the block want it."""
+    """Return the block of these values.
+
+    **Arguments:** `others` for each value, the stages in which readers outside the block want it.
+    """
     place = {v: i for i, v in enumerate(values)}
     program = []
     for n in dict.fromkeys(graph.values[v].producer for v in values):
@@ -231,11 +237,11 @@ def _block(
 
 
 def frontier(block: Block, points: int = POINTS) -> tuple[Point, ...]:
-    """Return the block's choices from all saved to as little as possible, each slower and smaller than the one before.
+    """Return the block's choices from all saved to as few as possible, each slower and smaller than the one before.
 
-    They depend on its program alone, and a search asks for those of one graph within many budgets: they are remembered.
+    They depend only on the block's program, and a search requests them for many budgets: they are cached.
 
-    **Arguments:** `points` that are looked for, in equal steps of memory, besides the smallest.
+    **Arguments:** `points` to compute, in equal steps of memory, besides the smallest.
     """
     key = block.program, points
     if key not in _found:
@@ -253,6 +259,7 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
     total, unit = float(sum(sizes)), max(*sizes, 1.0)
     solve = _by_enumeration(block) if len(block.values) <= MOST_ENUMERATED else _by_integer_programs(block)
     points = [solve(True, total)]
+    # Each next bound lies below the last point's bytes too, so that no solve repeats a point.
     step, allowed = max(total / most, 1e-4 * unit), total
     while allowed >= 0:
         points.append(point := solve(False, allowed))
@@ -265,25 +272,25 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
 
 
 Solve = Callable[[bool, float], Point | None]
-"""Of the choices that save no more than so many bytes, the one of least bytes, where the first argument says so, or of
-least time; of equals, the faster, or the smaller. None where there is none.
+"""The best choice that saves at most so many bytes: of least bytes if the first argument is true, else of least time;
+ties go to the faster, or the smaller. None if there is no such choice.
 """
 
 
 def _by_enumeration(block: Block) -> Solve:
-    """Look at all choices at once: what they save says what runs again."""
+    """Evaluate all choices at once: the saved values determine which nodes run again."""
     size = len(block.values)
     saved = (np.arange(2**size)[:, None] >> np.arange(size)) % 2 == 1
     nbytes, seconds = np.zeros(len(saved)), np.zeros(len(saved))
     most = 0.0
     wanted: dict[
         tuple[int, int], np.ndarray
-    ] = {}  # (value, stage) -> by choice, whether what runs again reads it
+    ] = {}  # (value, stage) -> by choice, whether a recomputed node reads it
     for each_seconds, reads, stages, makes in reversed(block.program):
         most += len(stages) * each_seconds
         for v, saved_nbytes, saved_seconds, _ in makes:
             nbytes += saved_nbytes * saved[:, v]
-            seconds[saved[:, v]] += saved_seconds  # infinite for what may not be saved
+            seconds[saved[:, v]] += saved_seconds  # infinite if it may not be saved
             most += saved_seconds if saved_seconds < np.inf else 0.0
         for k in stages:
             again = np.zeros(len(saved), dtype=bool)
@@ -349,7 +356,7 @@ def _by_integer_programs(block: Block) -> Solve:
             integrality=np.ones(count),
             bounds=Bounds(0, upper),
             constraints=[needs, room],
-            # Of what presolving makes of these programs HiGHS prints, at times, that it mends a solution.
+            # With presolve, HiGHS sometimes prints that it repairs a solution of these programs.
             options={"mip_rel_gap": 1e-7, "node_limit": MOST_NODES, "presolve": False},
         )
         if found.x is None:
@@ -362,10 +369,10 @@ def _by_integer_programs(block: Block) -> Solve:
 
 
 STATES = 2000
-"""Sums of saved bytes that the allocation tells apart."""
+"""Sums of saved bytes that the allocation distinguishes."""
 
 ROUNDS = 8
-"""Choices that are simulated, at most."""
+"""The most choices that are simulated."""
 
 PROGRAMS_PER_SECOND = 40
 """Integer programs of blocks that a second of the time limit stands for: a count, so that no clock changes a plan."""
@@ -407,11 +414,11 @@ class _Allocation:
         self.passes = sorted({block.born for block in self.blocks})  # by the stage in which each runs
 
     def least(self) -> Schedule:
-        """Return the schedule that saves least."""
+        """Return the schedule that saves the least."""
         return self._schedule([len(points) - 1 for points in self.frontiers])
 
     def within(self, budget_nbytes: int) -> Schedule:
-        """Return the cheapest choice found that fits; where none does, that of least memory."""
+        """Return the cheapest choice found that fits, or the one of least memory if none does."""
         graph = self.graph
         best = self.least()
         best_rank = rank(graph, best, budget_nbytes)
@@ -431,7 +438,7 @@ class _Allocation:
             if settled:
                 break
             measured = self._rest(chosen, profile)
-            # What does not fit twice in a row is given the room of both.
+            # If two choices in a row do not fit, the next leaves room for the larger rest of both, stage by stage.
             rest = [
                 [max(a, b) for a, b in zip(*both, strict=True)] if found[0] and i else both[1]
                 for both in zip(rest, measured, strict=True)
@@ -445,9 +452,9 @@ class _Allocation:
         return close_over_dependencies(self.graph, saved)
 
     def _rest(self, chosen: Sequence[int], profile: Profile) -> list[list[float]]:
-        """Return for the blocks of each forward pass what is live at most in each stage, and last in the forward
-        pass, besides what those of later groups (in the forward pass all) have saved; boundlessly little before
-        they are made.
+        """Return for the blocks of each forward pass the peak of each stage, and at the end that of the forward pass,
+        without the bytes that blocks of later groups (in the forward pass, all) have saved; minus infinity before the
+        values are computed.
         """
         graph, count = self.graph, len(self.graph.stages)
         highest = [0] * (count + 1)
@@ -469,16 +476,15 @@ class _Allocation:
         return found
 
     def _choose(self, born: int, allowed: Sequence[float], chosen: list[int]) -> None:
-        """Choose, of the blocks of one forward pass, the points of least time whose saved bytes, added up from the last
-        group on, are never above what each stage, and at the end the forward pass, allows; of least bytes where there
-        are none.
+        """Choose the points of least time for the blocks of one forward pass whose saved bytes, summed from the last
+        group on, stay below the bound of each stage and, last, of the forward pass; those of fewest bytes if none do.
         """
         own = [i for i, block in enumerate(self.blocks) if block.born == born]
         nbytes, seconds = np.zeros(1), np.zeros(1)
         total = sum(self.frontiers[i][0].nbytes for i in own)
         width = max(total / STATES, 1.0)
-        steps: list[tuple[np.ndarray, np.ndarray]] = []  # by block, of each state that before and the point
-        above = len(self.graph.stages)  # stages from here on are behind us
+        steps: list[tuple[np.ndarray, np.ndarray]] = []  # by block: each state's predecessor and point
+        above = len(self.graph.stages)  # stages from here on have been bounded
 
         def kept(limit: float) -> np.ndarray:
             fits = np.flatnonzero(nbytes <= limit)

@@ -1,8 +1,8 @@
 """Checkpoints between segments of equal size: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 
-The backward pass handles one segment at a time: it recomputes the whole segment from the checkpoint at its beginning
-and keeps it until it is read. With `n` stages of equal size, `sqrt(n)` segments need `O(sqrt(n))` memory for at most
-one extra forward pass. With a budget that leaves room, the segments nearest to the loss, whose residuals die first,
+The backward pass handles one segment at a time: it recomputes the whole segment from the checkpoint at its beginning,
+and keeps its values until they are read. With `n` stages of equal size, `sqrt(n)` segments need `O(sqrt(n))` memory for
+at most one extra forward pass. If the budget leaves room, the segments nearest to the loss, whose residuals die first,
 are saved whole.
 """
 
@@ -20,8 +20,8 @@ from ._interface import Solution
 class Chen:
     """Checkpoints between segments of equal size (Chen et al., 2016).
 
-    **Arguments:** `segments`: their number; None tries numbers around the square root of the number of stages (as the
-    paper's budget search does), and takes the cheapest that fits, or the one of least peak.
+    **Arguments:** `segments`: their number; None tries numbers around the square root of the number of stages (like the
+    paper's budget search), and takes the cheapest that fits, or the one of least peak.
     """
 
     segments: int | None = None
@@ -38,7 +38,7 @@ class Chen:
         plain = close_over_dependencies(graph, graph.residuals)
         best: tuple[tuple[float, ...], Schedule] = (rank(graph, plain, budget_nbytes), plain)
         for count in counts:
-            # `whole` segments at the end of the net are saved as they are, as many as fit
+            # Bisect the most segments at the end of the net that can be saved whole.
             low, high = -1, min(count, total)
             while high - low > 1:
                 whole = (low + high) // 2 if low >= 0 else 0

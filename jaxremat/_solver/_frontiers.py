@@ -1,4 +1,4 @@
-"""Graph -> which stage each residual belongs to, and which residuals the stages hand to each other."""
+"""Graph -> the stage to which each residual belongs, and the residuals that stages hand on to one another."""
 
 from itertools import pairwise
 
@@ -7,11 +7,11 @@ from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import rank
 
 MOST_HELD = 300
-"""Values that `hold` tries: each is a simulation, of some milliseconds."""
+"""The most values that `hold` tries: each is a simulation, of some milliseconds."""
 
 
 def home_stages(graph: Graph) -> dict[int, int]:
-    """Return for each residual the first stage that reads it, directly or to recompute what an earlier stage reads.
+    """Return for each residual the first stage that reads it, directly or to recompute another value.
 
     A residual that only recomputation reads belongs to the last stage among its readers' homes.
     """
@@ -31,7 +31,7 @@ def home_stages(graph: Graph) -> dict[int, int]:
 
 
 def boundaries(graph: Graph) -> dict[int, int]:
-    """Return the residuals from which an earlier stage's own residuals are made, with the first such stage."""
+    """Return the residuals from which an earlier stage's own residuals are recomputed, with the first such stage."""
     home = home_stages(graph)
     first: dict[int, int] = {}
     for v in graph.residuals:
@@ -43,9 +43,9 @@ def boundaries(graph: Graph) -> dict[int, int]:
 
 
 def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
-    """Return the schedule, or a faster one that fits too and hands recomputed values from stage to stage.
+    """Return the schedule, or a faster one that also fits and hands recomputed values on from stage to stage.
 
-    Tries the values that two stages in a row recompute one by one, the most expensive first.
+    Tries the values that two consecutive stages recompute one by one, the most expensive first.
     """
     best, best_rank = schedule, rank(graph, schedule, budget_nbytes)
     repeated = [
@@ -56,7 +56,7 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
         if v not in schedule.saved and graph.values[v].materialised
     ]
     for _, v, k, n in sorted(repeated, reverse=True)[:MOST_HELD]:
-        if n not in best.recomputed[k]:  # nothing reads it there any more
+        if n not in best.recomputed[k]:  # no node reads it in this stage any more
             continue
         tried = close_over_dependencies(graph, schedule.saved, best.kept | {(v, k)}, schedule.away)
         tried_rank = rank(graph, tried, budget_nbytes)
@@ -66,13 +66,13 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
 
 
 def holdable(graph: Graph) -> frozenset[tuple[int, int]]:
-    """Return every recomputed value with every stage that it could be handed on into."""
+    """Return every recomputable value with every stage that it could be handed on to."""
     stages = range(1, len(graph.stages))
     values = [v for v in graph.residuals if graph.recomputable(v)]
     return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))
 
 
 def repeated_seconds(graph: Graph, schedule: Schedule) -> float:
-    """Return the seconds of what is recomputed for two stages in a row, which holding its value would save."""
+    """Return the seconds of nodes that two consecutive stages recompute, which keeping their values would save."""
     rows = pairwise(schedule.recomputed)
     return sum(graph.nodes[n].seconds for before, after in rows for n in set(before) & set(after))

@@ -1,4 +1,4 @@
-"""Drop the residuals that give most bytes per second of recomputation, until the simulated peak fits."""
+"""Drop the residuals with most bytes per second of recomputation, until the simulated peak fits."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Greedy:
     """Cost-aware greedy dropping, the rule of SuperNeurons (Wang et al., 2018) applied to a byte budget."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        del time_limit  # a bisection
+        del time_limit  # the bisection bounds the work
         residuals = [v for v in graph.residuals if graph.recomputable(v)]
         price = {
             v: graph.nodes[graph.values[v].producer].seconds / max(graph.values[v].saved_nbytes, 1)

@@ -1,17 +1,17 @@
-"""Values that may be offloaded -> the link time of their copies, in rows of an integer program.
+"""Values that may be offloaded -> the link time of their copies, as rows of an integer program; and a heuristic.
 
-`Graph.away` says, by the clock of the plain step, when a single value would have left and when its copy back would
-begin. Copies wait for one another:
+By the clock of the plain step, `Graph.away` gives the exit of a value and the begin of its copy back as if no other
+value were offloaded. Copies wait for one another:
 
-- Copies to the host end later. At a node, at most what the link carries since some value v was made has left; the rest
-  of the values that would be gone by themselves, `waiting`, counts as memory.
+- Copies to the host end later. By a node, at most the bytes that the link carries since some value v was computed have
+  left; the rest of the values that would have left if offloaded individually, `waiting`, counts as memory.
 - Copies back end later. All copies that begin in stage j or later and are needed in stage k or before must end within
   these stages; if the stages, with their recomputation, are too short, the step waits.
 - All copies of a loop's iteration must end with it, or the loop waits.
 
-All are linear, and never more than what the simulator finds.
+Invariant: all rows are linear, and never demand more than the simulator finds.
 
-A heuristic saves everything, and offloads as much as the budget requires.
+`HostFirst` saves everything, and offloads as much as the budget requires.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,15 +27,15 @@ from ._mincut import MinCut
 from ._moments import MIB
 
 CANDIDATES = 12
-"""The number of values v, evenly spaced, for which there are such rows."""
+"""The number of values v, evenly spaced, that get such rows."""
 
 
 class HostLink:
     """The copies of an integer program.
 
-    **Arguments:** `start` a schedule: of what is pinned to be away, what is there is in all.
+    **Arguments:** `start` a schedule: values pinned to host memory are offloaded in every solution if they are in it.
 
-    **Fields:** `offload` the variables that say what is away.
+    **Fields:** `offload` the variables that say which values are offloaded.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class HostLink:
         return self.offload[v], self.graph.values[v].saved_nbytes / MIB
 
     def waiting(self, at: int) -> int:
-        """Return the variable of how many MiB wait at a node to leave, though they would be gone by themselves."""
+        """Return the variable of the MiB that wait at a node for their copy, though each value by itself would have
+        left.
+        """
         if at not in self._queues:
             self._queues[at] = queue = self.program.variable()
             self._fill(queue, at)
@@ -80,9 +82,9 @@ class HostLink:
                 self.program.at_most([*terms, (queue, -1.0)], carried)
 
     def waits(self, again: Mapping[tuple[int, int], int]) -> Iterator[int]:
-        """Variables of the seconds for which stages wait, for the objective.
+        """Yield variables of the seconds for which stages wait, for the objective.
 
-        **Arguments:** `again` the variables of what stages recompute.
+        **Arguments:** `again` the variables of recomputed nodes, by node and stage.
         """
         graph = self.graph
         yield from self._loop_waits(again)
@@ -95,6 +97,7 @@ class HostLink:
         yield from late.values()
         for j in begins:
             began = graph.away.starts[graph.stages[j].start]
+            # A row for each run of stages j to k whose own time is shorter than the copies that must fit into it.
             for k in ends:
                 inside = [v for v in self.away if self.away[v].begun >= j and wanted[v].stage <= k]
                 needs = [max(wanted[v].node, graph.stages[wanted[v].stage].start) for v in inside]
@@ -109,7 +112,7 @@ class HostLink:
                 self.program.at_most(terms, time)
 
     def _loop_waits(self, again: Mapping[tuple[int, int], int]) -> Iterator[int]:
-        """Yield the same of loops."""
+        """Yield the variables of the seconds for which loops wait."""
         graph, stacks = self.graph, self.graph.away.stacks
         for pair, away in stacks.by_pair(self.stacks).items():
             copies = [(self.offload[v], stacks.copy_seconds(v)) for v in away]
@@ -130,8 +133,8 @@ LEVELS = (1.0, 0.5, 0.25, 0.0)
 
 @dataclass(frozen=True)
 class HostFirst:
-    """What is made first is away longest, and is the first to go, as in vDNN (Rhu et al., 2016) and SuperNeurons. Of
-    everything, and of what is saved where something is recomputed, as few values go as let the rest fit.
+    """Offload the values that are computed first, as in vDNN (Rhu et al., 2016) and SuperNeurons: they stay in host
+    memory longest. As few go as let the rest fit: of all values, and of those saved if some are recomputed.
     """
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
@@ -149,7 +152,7 @@ class HostFirst:
 
     @staticmethod
     def _offloaded(graph: Graph, start: Schedule, budget_nbytes: int | None) -> Schedule:
-        """Return the schedule with the fewest of its saved values away with which it fits, or what comes nearest."""
+        """Return the schedule with the fewest saved values offloaded that fits, or the one nearest to fitting."""
         able = sorted(start.saved.intersection(graph.away.alone), key=lambda v: (graph.values[v].producer, v))
 
         def offloading(count: int) -> Schedule:
@@ -166,8 +169,8 @@ class HostFirst:
 
 
 def only_needed(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
-    """Return the schedule with no value away that could as well stay: one whose copies nobody waits for costs
-    nothing by the model, and something in truth.
+    """Return the schedule without offloaded values that could stay on the device at no higher cost: a copy that nothing
+    waits for is free in the model, but not in practice.
     """
     for v in sorted(schedule.away, key=lambda v: (-graph.values[v].saved_nbytes, v)):
         fewer = close_over_dependencies(graph, schedule.saved, schedule.kept, schedule.away - {v})

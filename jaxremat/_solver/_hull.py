@@ -1,10 +1,10 @@
 """Graphs, a price per byte -> the convex hull of memory against time, one vertex for each solve.
 
-With a price `p` (seconds per byte of the peak) in place of a budget the problem is `L(p) = min seconds + p peak`. Its
-solution is a vertex of the lower convex hull of all (peak, seconds), which no schedule lies below: `seconds >= L(p) -
-p peak` for every schedule at once. A vertex is the optimum of the budget that is its peak, so that it needs no solve
-with a budget. The hull is found edge by edge (Aneja and Nair 1979): the price at which the two ends of an edge are
-worth the same either yields a vertex below the edge or proves that there is none.
+With a price `p` (seconds per byte of the peak) instead of a budget, the problem is `L(p) = min seconds + p peak`. Its
+solution is a vertex of the lower convex hull of all (peak, seconds), and it bounds every schedule at once: `seconds >=
+L(p) - p peak`. A vertex is the optimum for the budget equal to its peak, so that budget needs no separate solve. The
+hull is found edge by edge (Aneja and Nair 1979): the price at which both ends of an edge cost the same yields either a
+vertex below the edge or the proof that there is none.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from ._interface import Solution
 
 @runtime_checkable
 class Priced(Protocol):
-    """A solver that finds vertices of the hull too."""
+    """A solver that also finds vertices of the hull."""
 
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
         """Return the schedule of least `extra_seconds + price x peak_nbytes`, never worse than `start`.
 
         **Arguments:** `price` in seconds per byte; `start` a schedule of the graph; `time_limit` in seconds.
 
-        **Returns:** a solution whose `lower_bound` is one of that sum, over the step's seconds.
+        **Returns:** a solution whose `lower_bound` bounds that sum, divided by the step's seconds.
         """
         ...
 
@@ -40,13 +40,13 @@ class Lagrangian:
     price: float
 
     def order(self, schedule: Schedule) -> tuple[float, ...]:
-        """Return the rank by `_simulate.rank`: less is better."""
+        """Return the rank in the form of `_simulate.rank`: less is better."""
         profile = simulate(self.graph, schedule)
         return (0.0, profile.extra_seconds + self.price * profile.peak_nbytes)
 
 
 class Vertex(NamedTuple):
-    """A schedule by its predicted peak and seconds; with the graph that it is of, None where only those are known."""
+    """A schedule by its predicted peak and seconds, with its graph and solution, or None if unknown."""
 
     peak_nbytes: int
     seconds: float
@@ -54,7 +54,7 @@ class Vertex(NamedTuple):
     solution: Solution | None = None
 
     def at(self, price: float) -> float:
-        """Return what it costs at a price of a byte."""
+        """Return its cost at a price of a byte."""
         return self.seconds + price * self.peak_nbytes
 
 
@@ -66,7 +66,7 @@ class Bound(NamedTuple):
 
 
 def vertex(graph: Graph, solution: Solution) -> Vertex:
-    """Return a solution by what the simulator says of it."""
+    """Return a solution with its simulated peak and seconds."""
     profile = simulate(graph, solution.schedule)
     return Vertex(profile.peak_nbytes, profile.extra_seconds, graph, solution)
 
@@ -98,10 +98,10 @@ def hull(
     at: Callable[[float, tuple[Vertex, Vertex]], tuple[Vertex, Bound]],
     most: int,
 ) -> tuple[list[Vertex], list[Bound]]:
-    """Vertices between two ends, by falling peak, and the bounds that were proven on the way.
+    """Return the vertices between two ends, by falling peak, and the bounds proven in the process.
 
-    **Arguments:** `ends` the plain step and the one of least peak; `at` the best schedule at a price, below an edge;
-    `most` solves, which go to the edges under which there is most room.
+    **Arguments:** `ends` the plain step and the schedule of least peak; `at` returns the best schedule at a price,
+    below an edge; `most` solves, spent on the edges with the largest area below them.
     """
     known = sorted(ends, key=lambda v: (-v.peak_nbytes, v.seconds))
     bounds: list[Bound] = []
@@ -122,5 +122,6 @@ def hull(
         if improves(found, edge, price):
             known.insert(i + 1, found)
         else:
+            # No vertex lies below this edge: do not spend another solve on it.
             closed.add((a[:2], b[:2]))
     return known, bounds

@@ -1,8 +1,8 @@
 """Variables, rows and an objective as plain data -> the answer of an integer programming solver in another process.
 
-The solver runs in a worker (`_mip_worker`), so a crash or a hang costs only one attempt. Laws: a limit on nodes ends
-the search, so equal programs have equal answers, and a process solves them once; `optimize` answers at most
-`GRACE_SECONDS` after its time limit, which is a guard.
+The solver runs in a worker (`_mip_worker`), so a crash or a hang costs only one attempt. Invariants: a limit on nodes
+ends the search, so equal programs have equal answers, and a process solves each only once; `optimize` answers at most
+`GRACE_SECONDS` after its time limit, which is only a safeguard.
 """
 
 import hashlib
@@ -21,11 +21,12 @@ logger = logging.getLogger("jaxremat")
 WORKER = Path(__file__).with_name("_mip_worker.py")
 
 ATTEMPTS = (("CBC", True), ("CBC", False), ("HIGHS", True))
-"""Solver and whether with heuristics, one after the other. CBC was seen to crash in its diving heuristic, and in its
-preprocessing, which is off."""
+"""Solvers in the order of attempts, and whether with heuristics. CBC was seen to crash in its diving heuristic, and in
+its preprocessing, which is off.
+"""
 
 GRACE_SECONDS = 10.0
-"""Seconds beyond the time limit, for reading the program and for ending."""
+"""Seconds beyond the time limit, for reading the program and for terminating."""
 
 MOST_NODES = 2**31 - 1
 
@@ -66,7 +67,7 @@ class Answer:
 
 
 _answers: dict[bytes, Answer] = {}
-"""By a hash of the program: a search for a plan comes back to the same graph and budget."""
+"""Answers by a hash of the program: a search for a plan returns to the same graph and budget."""
 
 MOST_VALUES = 1_000_000
 """Variables whose values are kept in `_answers`, about 30 MB."""
@@ -74,7 +75,7 @@ MOST_VALUES = 1_000_000
 
 @dataclass
 class IntegerProgram:
-    """To be minimised; variables are 0 or more, and known by their numbers."""
+    """A program to be minimised; variables are at least 0, and identified by number."""
 
     threads: int = 1
     columns: list[tuple[float, bool]] = field(default_factory=list)
@@ -104,7 +105,7 @@ class IntegerProgram:
 
     @property
     def nonzeros(self) -> int:
-        """Factors of all rows."""
+        """The number of nonzero factors in all rows."""
         return sum(len(columns) for columns, *_ in self.rows)
 
     @property
@@ -113,10 +114,11 @@ class IntegerProgram:
         return len(self.failures) >= len(ATTEMPTS)
 
     def optimize(self, seconds: float, nodes: int = MOST_NODES) -> Answer:
-        """Return the best within these limits, by the first attempt that has not been lost yet.
+        """Return the best answer within these limits, from the first attempt that has not been lost yet.
 
-        **Arguments:** `nodes` of branch and bound; `seconds` after which the clock ends an attempt, which is noted.
+        **Arguments:** `nodes` of branch and bound; `seconds` after which the clock ends an attempt, which is recorded.
         """
+        # A solver that failed is not tried again for this program, not even by a later call.
         late = False
         while not (self.given_up or late):
             engine, heuristics = ATTEMPTS[len(self.failures)]
@@ -136,13 +138,13 @@ class IntegerProgram:
         return Answer("LOST", late=late)
 
     def attempt(self, engine: str, heuristics: bool, seconds: float, nodes: int = MOST_NODES) -> Answer:
-        """Return the best that one solver finds within these limits. **Raises:** `WorkerLostError`."""
+        """Return the best answer of one solver within these limits. **Raises:** `WorkerLostError`."""
         request = {
             "engine": engine, "heuristics": heuristics, "threads": self.threads, "nodes": nodes,
             "columns": self.columns, "rows": self.rows, "objective": _sums(self.objective),
             "start": self.start, "gap_abs": self.gap_abs, "gap": self.gap,
         }  # fmt: skip
-        # Version 2 writes equal objects alike, whether or not they are the same one.
+        # Version 2 serialises equal objects alike, whether or not they are identical.
         key = hashlib.sha256(marshal.dumps((str(WORKER), request), 2)).digest()
         if key in _answers:
             return _answers[key]
@@ -155,7 +157,7 @@ class IntegerProgram:
 
 
 def _sums(terms: Iterable[Term]) -> tuple[list[int], list[float]]:
-    """Numbers of variables and their factors, each variable once."""
+    """Return the numbers of variables and their factors, each variable once."""
     total: dict[int, float] = {}
     for x, factor in terms:
         total[x] = total.get(x, 0.0) + factor

@@ -3,23 +3,23 @@
 Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
 
     s[v]    saved from the forward pass to the last stage that reads it (or the first that may recompute from it)
-    e[v,k]  still there in stage k beyond that, to recompute from
+    e[v,k]  still in memory in stage k beyond that, to recompute from
     r[n,k]  node n is recomputed for stage k, for stages within `window` of the stages that read its outputs
-    h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
-    o[v]    v is saved in host memory, between the exit and the stage that `Graph.away` says; see `_host_link`
+    h[v,k]  an already recomputed value is kept from stage k-1 into stage k (values at stage boundaries)
+    o[v]    v is saved in host memory, between the exit and the stage given by `Graph.away`; see `_host_link`
 
-    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]      less for what joins a kernel: `_run_again`
+    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]      less for nodes that join a kernel: `_run_again`
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
                 s[v] = 0                                               v is pinned to be recomputed
                 r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u; e[u,k] for s[u] in later stages
                 h[v,k] <= r[prod(v),k-1] + h[v,k-1]
                 live(e) <= budget                                      for moments e of the schedule
 
-`live(e)` is linear from below: every term is a value that is alive at `e` whenever its variables are one. A value
-whose life hangs on two decisions (saved, and read by a recomputed node) contributes `b (x + y - 1)`. Moments are added
-where the simulator finds the incumbent above the budget, until it finds none: each program is a relaxation of the true
-problem, so its bound is a bound on every schedule within the window, and the last incumbent fits by the simulator's
-own measure.
+`live(e)` is a linear lower bound: every term is a value that is alive at `e` whenever its variables are one. A value
+that is alive only if two decisions are made (saved, and read by a recomputed node) contributes `b (x + y - 1)`. Moments
+are added where the simulator finds the incumbent above the budget, until there are none. Each program is thus a
+relaxation of the true problem: its bound holds for every schedule within the window, and the last incumbent fits by the
+simulator.
 """
 
 from collections.abc import Mapping
@@ -44,11 +44,12 @@ from ._mincut import MinCut
 from ._moments import MIB, Moments, Terms
 
 MOST_RESIDUALS = 2500
-"""Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
+"""Graphs with more residuals get the best of the other solvers: writing the integer program would take too long."""
 
 RATE, ROOT_NODES = 300_000, 20
-"""Nonzeros x nodes that a second of a time limit stands for, and nodes that a root counts for: nodes are counted, so
-that schedules are the same on every machine. CBC did 100,000 to 1,000,000 on one core for steps of the zoo."""
+"""Nonzeros x nodes that a second of a time limit stands for, and the nodes that a root counts as. Nodes are counted, so
+schedules are the same on every machine. CBC did 100,000 to 1,000,000 on one core for steps of the zoo.
+"""
 
 GUARD_SECONDS, GUARD = 60.0, 10.0
 """A clock ends a program after these seconds plus this multiple of the seconds that its nodes stand for."""
@@ -57,23 +58,25 @@ TOLERANCE_NBYTES = 64
 """Tolerance of the integer program's arithmetic."""
 
 HOLDING_SHARE = 0.1
-"""Share of the work spent on holding recomputed values across stages, once a schedule without it is known."""
+"""Share of the work spent on keeping recomputed values across stages, once a schedule without it is known."""
 
 LEAST_SLACKS = (0.0005, 0.02, 0.05)
 """Slack of the schedule of least memory above the least, as shares of the plain step's live bytes at its peak."""
 
 FEW_HOLDABLE = 100
-"""Any value may be held from any stage to the next if there are no more such pairs than this; else only values at stage
-boundaries, and those that a schedule is found to be better for, if it recomputes something for two stages in a row."""
+"""Any value may be kept from any stage to the next if there are at most this many such pairs. Otherwise only values at
+stage boundaries may, and those that improve a schedule which recomputes a node for two stages in a row.
+"""
 
 MOST_HOLDABLE = 500
 """The same if nothing fits otherwise."""
 
 LEAST_STEP = 0.01
-"""If the last slack with which all takes too long and the first without differ by more, one in between is tried."""
+"""A slack between the last that takes too long and the first that does not is tried if they differ by more than this.
+"""
 
 MOST_OVERHEAD = 1.0
-"""Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
+"""If least memory takes more extra time than this share of the step, the next of `LEAST_SLACKS` is tried."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Milp:
 
     @uncollected
     def begin(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        """Return the solution without the integer programs that hold values; see `Staged`."""
+        """Return the solution without the integer programs that keep values across stages; see `Staged`."""
         start = close_over_dependencies(graph, graph.residuals)
         free = not any(graph.values[v].saved_seconds for v in graph.residuals)
         if not graph.residuals or (
@@ -123,7 +126,7 @@ class Milp:
 
     @uncollected
     def finish(self, graph: Graph, budget_nbytes: int, begun: Solution, *, time_limit: float) -> Solution:
-        """Return the solution of these programs, which is never worse; see `Staged`."""
+        """Return the solution of those programs, which is never worse; see `Staged`."""
         if len(graph.residuals) > MOST_RESIDUALS:
             return begun
         schedule = self._held(graph, budget_nbytes, begun.schedule, time_limit)
@@ -145,10 +148,10 @@ class Milp:
         )
 
     def _afresh(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
-        """Return the cheapest schedule that fits and recomputes each stage independently, with values held where that
-        is found to be better; if none fits, the cheapest with values held.
+        """Return the cheapest schedule that fits and recomputes each stage independently, with values kept if that
+        improves it; if none fits, the cheapest with values kept.
 
-        Holding them reaches lower peaks and saves time, but weakens the relaxation: the bound is of the former.
+        Keeping values reaches lower peaks and saves time, but weakens the relaxation: the bound is for the former.
         """
         found = _Model(graph, self).solve(budget_nbytes, start, time_limit)
         if found.fits:
@@ -160,7 +163,7 @@ class Milp:
         return found
 
     def _held(self, graph: Graph, budget_nbytes: int, known: Schedule, time_limit: float) -> Schedule:
-        """Return the cheapest schedule that fits, with values held, if a schedule that does is better for that."""
+        """Return the cheapest schedule that fits, with values kept across stages if that may improve it."""
         if rank(graph, known, budget_nbytes)[0] != 0 or extra_seconds(graph, known) <= graph.extra_seconds:
             return known
         few = len(pairs := holdable(graph)) <= FEW_HOLDABLE
@@ -172,7 +175,7 @@ class Milp:
         return known
 
     def _least(self, graph: Graph, start: Schedule, time_limit: float) -> "_Found":
-        """Return the schedule of least peak, and among those about as low the fastest."""
+        """Return the schedule of least peak, or the fastest of those with nearly the least."""
         least = _Model(graph, self).solve(None, start, time_limit / 8)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, time_limit / 8)
         peak = simulate(graph, least.schedule).peak_nbytes
@@ -180,7 +183,7 @@ class Milp:
             simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
         )
         found, most = least, MOST_OVERHEAD * graph.step_seconds
-        low = high = 0.0  # shares of slack with which all takes too long, and with which it does not
+        low = high = 0.0  # shares of slack: the last that takes too long, and the first that does not
         for slack in LEAST_SLACKS:
             budget = peak + int(slack * plain)
             solvers: tuple[Solver, ...] = (MinCut(), HostFirst()) if graph.host else (MinCut(),)
@@ -207,7 +210,7 @@ class _Found:
     proven: bool
 
     def of(self, graph: Graph, schedule: Schedule) -> "_Found":
-        """Return this with another schedule that takes no longer, which no bound may be above."""
+        """Return the result with another schedule that takes no longer; the bound is lowered to its time."""
         bound = min(self.bound_seconds, extra_seconds(graph, schedule)) if self.fits else self.bound_seconds
         return replace(self, schedule=schedule, bound_seconds=bound)
 
@@ -250,7 +253,7 @@ class _Model:
                 more = {n for n in more if graph.stage_of[n] < k}
                 grown.append(more - reach[k])
             if sum(map(len, reach)) + sum(map(len, grown)) > self.options.variables:
-                # No further, but for what is never there to recompute from.
+                # Stop growing, except for values pinned to be recomputed: they are never in memory to recompute from.
                 again = {graph.values[v].producer for v in graph.pinned["recompute"]}
                 grown = [more & again for more in grown]
             for nodes, more in zip(reach, grown, strict=True):
@@ -266,7 +269,7 @@ class _Model:
         lagrangian: Lagrangian | None = None,
     ) -> _Found:
         """Return the cheapest schedule within the budget, or with None the one of least peak, or of the least
-        Lagrangian; never worse than `start`. The work is what so many `seconds` stand for.
+        Lagrangian; never worse than `start`. The work is that which so many `seconds` stand for.
         """
         graph, step = self.graph, self.graph.step_seconds or 1.0
 
@@ -311,13 +314,14 @@ class _Model:
                 program.at_most([(after, 1.0), (before, -1.0)], 0.0)
 
         def limit(terms: Terms, margin_nbytes: int = 0) -> bool:
-            """Add the bound; False where nothing that may change can meet it."""
+            """Add the bound; return False if no choice of the variables can meet it."""
             parts: list[Term] = []
             constant = (terms.constant_nbytes + margin_nbytes) / MIB
             for keys, nbytes in terms.parts:
                 if keys[0][0] == "q":
                     parts.append((link.waiting(*keys[0][1:]), nbytes / MIB))
                     continue
+                # A product of keys is bounded from below by sum - (number - 1); a key without a variable is zero.
                 found = [x for kind, *ids in keys if (x := variables[kind].get(tuple(ids))) is not None]
                 if len(found) == len(keys):
                     parts.extend((x, nbytes / MIB) for x in found)
@@ -355,6 +359,7 @@ class _Model:
         while possible and left > 0 and not program.given_up:
             if peak is None:
                 note(incumbent(best_rank, bound, step))
+            # At most a third of the work per program: each round adds moments and solves again.
             nodes = max(int(min(left, work / 3) / max(program.nonzeros, 1)) - ROOT_NODES, 0)
             answer = program.optimize(GUARD_SECONDS + GUARD * seconds, nodes)
             left -= program.nonzeros * (ROOT_NODES + (nodes if answer.limited else 0))
@@ -384,10 +389,10 @@ class _Model:
                 proven = answer.status == "OPTIMAL" and not rounding
                 break
             new = [terms for terms in violated if (terms, margin) not in added]
-            if not new and schedule.offloaded:  # copies end later, and begin earlier, than the rows know
+            if not new and schedule.offloaded:  # copies end later and begin earlier than in the rows
                 rounding = margin = rounding + profile.peak_nbytes - ceiling
                 new = violated
-            if not new:  # the solver's arithmetic overlooks them
+            if not new:  # they are violated by less than the solver's tolerance
                 break
             added.update((terms, margin) for terms in new)
             if not all(limit(terms, margin) for terms in new):
@@ -428,10 +433,10 @@ class _Model:
 def _run_again(
     graph: Graph, program: IntegerProgram, again: Mapping[tuple[int, int], int]
 ) -> tuple[list[tuple[float, int]], dict[tuple[int, ...], int]]:
-    """Return pairs of seconds and a variable, and the variables that this adds to the program, for what runs apart.
+    """Return the objective's terms for recomputation, (seconds, variable), and the variables `a` that it adds.
 
-    Where a node joins a kernel of the stage, it takes `fused_seconds`, and the rest if it runs apart all the same: for
-    something else that runs again for that stage and reads it. These terms are what `simulate` counts: with `r[n,k]`
+    A node that joins a kernel of the stage takes `fused_seconds`; it takes the rest too if it must run separately,
+    because another node recomputed for that stage reads it. These terms are those that `simulate` counts: with `r[n,k]`
     for running node n again for stage k
 
         sum seconds(n) r[n,k]                                                 n joins nothing in stage k
@@ -443,7 +448,7 @@ def _run_again(
     """
     terms: list[tuple[float, int]] = []
     apart: dict[tuple[int, ...], int] = {}
-    reading: dict[tuple[int, int], list[int]] = {}  # value, stage -> the variables of what reads it there
+    reading: dict[tuple[int, int], list[int]] = {}  # value, stage -> variables of its readers
     for (n, k), x in again.items():
         for v in graph.reads[n]:
             reading.setdefault((v, k), []).append(x)

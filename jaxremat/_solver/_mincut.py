@@ -1,13 +1,13 @@
 """The Lagrangian frontier: with a price per byte saved, the best set of saved residuals is a minimum cut.
 
-For a price `p` (seconds per byte) minimise `sum_recomputed seconds(n) + p * sum_saved nbytes(v)`. Let `y_n = 1` where
-node `n` is recomputed and `z_v = 1` where `v` is required, by a stage or by a recomputed node. The energy
+For a price `p` (seconds per byte) minimise `sum_recomputed seconds(n) + p * sum_saved nbytes(v)`. Let `y_n = 1` if node
+`n` is recomputed and `z_v = 1` if `v` is required, by a stage or by a recomputed node. The energy
 
     sum_n seconds(n) y_n + p sum_v nbytes(v) z_v (1 - y_producer(v)),    y_n <= z_v for every v that n reads,
 
-is submodular, hence a cut: `source -> y_n` of capacity `seconds(n)`, `y_producer(v) -> z_v` of capacity
-`p nbytes(v)`, `z_v -> y_n` infinite for every `v` that `n` reads, `z_v -> sink` infinite where a stage reads `v`.
-Sweeping the price gives the convex hull of bytes saved against seconds (Everett's method).
+is submodular, hence a cut: `source -> y_n` of capacity `seconds(n)`, `y_producer(v) -> z_v` of capacity `p nbytes(v)`,
+`z_v -> y_n` infinite for every `v` that `n` reads, `z_v -> sink` infinite where a stage reads `v`. Sweeping the price
+gives the convex hull of bytes saved against seconds (Everett's method).
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ _INFINITE = 2**30
 _SCALE = 2**20
 
 PRICES = -32, 33
-"""Quarters of powers of two, in units where all bytes cost as much as all seconds."""
+"""Quarters of powers of two, in units in which all bytes cost as much as all seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MinCut:
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
         """Return a schedule with small seconds + price x peak, without a bound; see `_hull.Priced`.
 
-        The saved bytes stand in for the peak, which they dominate where recomputation is worth anything.
+        The saved bytes replace the peak, which they dominate where recomputation is worthwhile.
         """
         cuts, lagrangian = _Cuts(graph), Lagrangian(graph, price)
         seconds = sum(graph.nodes[n].seconds for n in cuts.producers)
@@ -69,7 +69,7 @@ class MinCut:
 
 def fewest_saved(graph: Graph, banned: frozenset[int]) -> Schedule:
     """Return the schedule that saves the fewest bytes without running any of the banned nodes again."""
-    # What is banned costs more than all bytes together, so that no minimum cut has it recomputed.
+    # A banned node costs more than all bytes together, so no minimum cut recomputes it.
     dear = 1.0 + sum(n.seconds for n in graph.nodes)
     nodes = (replace(n, seconds=dear) if n.id in banned else n for n in graph.nodes)
     cuts = _Cuts(replace(graph, nodes=tuple(nodes)))
@@ -77,8 +77,8 @@ def fewest_saved(graph: Graph, banned: frozenset[int]) -> Schedule:
 
 
 def saving_less(graph: Graph, schedule: Schedule) -> list[Schedule]:
-    """Return schedules that save ever less of what this one does, and take ever longer: of its values those that
-    minimum cuts save as the price of a byte rises.
+    """Return ever slower schedules with subsets of this one's saved values: those that minimum cuts still save as the
+    price of a byte rises.
     """
     cuts, found = _Cuts(graph), [schedule]
     for power in range(*PRICES):
@@ -98,7 +98,7 @@ class _Cuts:
 
     @cached_property
     def _skeleton(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-        """Edges (from, to, constant capacity, capacity per unit of price)."""
+        """The edges (from, to, constant capacity, capacity per unit of price)."""
         graph, values = self.graph, self.residuals
         producers = self.producers
         y = {n: 2 + i for i, n in enumerate(producers)}
@@ -119,6 +119,7 @@ class _Cuts:
             value = graph.values[v]
             if v in graph.pinned["recompute"]:
                 edges.append((y[value.producer], z[v], _INFINITE, 0.0))
+            # The infinite edge above recomputes pinned values at any price, whatever saving them would cost.
             stacking = value.saved_seconds * scale_seconds
             edges.append((y[value.producer], z[v], stacking, value.saved_nbytes * scale_bytes))
             if v in uses:

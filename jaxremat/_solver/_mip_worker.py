@@ -1,6 +1,6 @@
-"""An integer program as plain data -> status, bound and values by python-mip, in a process of its own.
+"""An integer program as plain data -> status, bound and values by python-mip, in a separate process.
 
-Run by `_runtime._worker`; imports nothing of this library. The request is that of `IntegerProgram.optimize`.
+Run by `_runtime._worker`; imports nothing from this library. The request is that of `IntegerProgram.optimize`.
 """
 
 import time
@@ -14,14 +14,14 @@ mip: Any = _mip  # its annotations do not cover its own operators
 
 def answer(request: dict[str, Any]) -> tuple[str, float | None, list[float] | None, bool]:
     """Return the name of the status, a bound on the objective, the values of the variables if there is a solution, and
-    whether the clock ended the search rather than the limit on nodes.
+    whether the clock rather than the limit on nodes ended the search.
     """
     engine: str = request["engine"]
     model = mip.Model(sense=mip.MINIMIZE, solver_name=engine)
     model.verbose = 0
     model.threads = request["threads"]
     model.seed = 1
-    # CBC's integer preprocessing kills the process (in CglPreProcess::postProcess) where the time limit ends a
+    # CBC's integer preprocessing kills the process (in CglPreProcess::postProcess) if the time limit ends a
     # search that was given a start. These programs are solved as fast, and as far, without it.
     model.preprocess = 0 if engine == mip.CBC else -1
     if not request["heuristics"] and engine == mip.CBC:

@@ -1,7 +1,7 @@
-"""Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
+"""Moments of the schedule -> linear lower bounds on the bytes alive at them, for the integer program.
 
-A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("a", n, k), ("h", v, k), ("o", v). A value
-counts where all of them are one. ("q", n) is what waits then to leave for host memory.
+The keys of a term name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("a", n, k), ("h", v, k), ("o", v). A
+value counts if all of its keys are one. ("q", n) stands for the bytes that wait at node n for their copy to the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Where a residual is read in its own place: last forward reader, and readers by stage; `until` which node the
-    original is there if it is saved, for those or because their loop keeps it.
+    """The readers of a residual, recomputation not included.
+
+    **Fields:** `born` its producer; `forward` its last forward reader; `by_stage` the last reader of each stage;
+    `until` the last node at which a saved original is in memory, for these readers or because a loop keeps it.
     """
 
     born: int
@@ -64,15 +66,15 @@ class Moments:
         self._stacked_always = [v for v in self.stacked if v not in free]
         away = graph.away.alone.items()
         self.away = {v: copy for v, copy in away if v in free and v not in graph.away.stacked}
-        # Of a node with several results, a saved one is read in the original though the node is run again: saved or
-        # recomputed, it is there once. Its bytes count by one of the two variables, `by_clone` says for which by `r`.
+        # If a node with several results runs again, those that are saved are still read in the original. So each is in
+        # memory once, and its bytes count by one of the two variables: by `r` for the values in `by_clone`.
         outputs = [[v for v in node.outputs if v in free] for node in graph.nodes]
         self.joint = frozenset(v for found in outputs if len(found) > 1 for v in found)
         self.by_clone: frozenset[int] = frozenset()
         self.joined: dict[
             tuple[int, int], int
-        ] = {}  # node, stage -> with which other node it is part of a kernel
-        self.last = last  # own readers of the values that are no variables
+        ] = {}  # node, stage -> another node of the kernel into which it is fused
+        self.last = last  # last readers of values without variables
         starts = [stage.start for stage in graph.stages]
         for v, k in graph.lingering.items():
             end = starts[k] if k < len(starts) else len(graph.nodes) - 1
@@ -83,7 +85,7 @@ class Moments:
                 for u in graph.reads[n]:
                     if u in free and graph.stage_of[graph.values[u].producer] < k:
                         readable[u].add(k)
-        # A saved value lives through `cover` at least; beyond it, while it is held for one of its `extra` stages.
+        # A saved value lives through stage `cover`; beyond, only up to the last of its `extra` stages that needs it.
         self.cover = {
             v: graph.stage_of[until[v]] if v in until else min(readable[v], default=-1) for v in self.free
         }
@@ -117,12 +119,12 @@ class Moments:
         ]
 
     def _end(self, v: int) -> int:
-        """Return the first node for which all iterations' count of what a loop stacks; -1 for what none does."""
+        """Return the first node from which a stacked value counts for all iterations, -1 if it is not stacked."""
         value = self.graph.values[v]
         return self.graph.loop_stop[self.graph.nodes[value.producer].loop] if value.length else -1
 
     def _original_nbytes(self, v: int, at: int) -> int:
-        """Return bytes of an original that is there at a node, because something reads it later."""
+        """Return the bytes of an original that is in memory at a node because a later node reads it."""
         value = self.graph.values[v]
         return value.saved_nbytes if at >= self._end(v) else value.nbytes
 
@@ -131,9 +133,7 @@ class Moments:
         return [v.nbytes for v in values if v.materialised and not v.is_output]
 
     def initial(self) -> list[Terms]:
-        """Return bounds that shape the first program: for each stage its start and its peaks when all or nothing
-        is saved.
-        """
+        """Return bounds that shape the first program: each stage's start, and its peaks if all or nothing is saved."""
         graph = self.graph
         moments: set[tuple[int, int]] = set()
         for schedule in (close_over_dependencies(graph, graph.residuals), close_over_dependencies(graph, ())):
@@ -143,7 +143,7 @@ class Moments:
         return [_without_idle_pairs(t, frozenset()) for t in terms]
 
     def violated(self, schedule: Schedule, profile: Profile, budget_nbytes: int) -> list[Terms]:
-        """Return bounds that hold everywhere and cut the schedule off, where it exceeds the budget."""
+        """Return valid bounds that exclude the schedule, at moments where it exceeds the budget."""
         allowed = budget_nbytes - self.graph.base_nbytes
         moments = self._tops(profile, allowed)
         self.by_clone = self.joint - schedule.saved
@@ -153,7 +153,7 @@ class Moments:
         return [_without_idle_pairs(self._with_pairs(n, k, schedule), held) for n, k in sorted(moments)]
 
     def _tops(self, profile: Profile, allowed: int | None) -> set[tuple[int, int]]:
-        """Return for each stage (and the forward pass) the highest own moment and the highest recomputing one."""
+        """Return for each stage (and the forward pass) the highest moment of its own nodes and of its recomputation."""
         graph = self.graph
         best: dict[tuple[int, bool], tuple[int, int, int]] = {}
         for node, made_for, live_nbytes in zip(*profile.runs, strict=True):
@@ -169,8 +169,8 @@ class Moments:
         return {(n, k) for _, n, k in best.values()}
 
     def _saved(self, v: int, k: int, own_at: int | None) -> list[Key]:
-        """Return the variable that says whether the saved original is alive in stage `k`, while it recomputes
-        or later.
+        """Return the variable that says whether the saved original is alive in stage `k`, during its recomputation or
+        later.
         """
         life = self.lives[v]
         if v in self.by_clone:
@@ -186,10 +186,9 @@ class Moments:
         return [("e", v, j) for j in self.extra[v] if j > k][:1]
 
     def _elsewhere(self, v: int, at: int, k: int) -> bool:
-        """Return whether a value that is in host memory meanwhile is not here at a node, or where the stage before
-        it begins.
+        """Return whether an offloaded value is in host memory at a node, or where the stage before it begins.
 
-        Where something reads it earlier than its own readers, `_with_pairs` says so.
+        Recomputed readers that need it earlier are handled by `_with_pairs`.
         """
         return v in self.away and self.away[v].gone <= at and k < self.away[v].begun
 
@@ -197,10 +196,10 @@ class Moments:
         return v not in self.joint or v in self.by_clone
 
     def _clones(self, v: int, k: int, read: bool, made: bool) -> Iterator[tuple[Key, ...]]:
-        """Yield the instances that stage `k` recomputed or was handed on, each counted once.
+        """Yield the instances that stage `k` recomputed or received from the stage before, each counted once.
 
-        **Arguments:** `read`: the stage itself is still to read them; else they are there only to be handed on.
-        `made`: the recomputing kernel is over.
+        **Arguments:** `read`: the stage has yet to read them; otherwise they are in memory only to be handed on.
+        `made`: the recomputing kernel has run.
         """
         clone, held, handed_on = ("r", self.lives[v].born, k), ("h", v, k), ("h", v, k + 1)
         yield (held,) if read else (handed_on, held)
@@ -208,7 +207,7 @@ class Moments:
             yield (clone,) if read and self._by_clone(v) else (handed_on, clone)
 
     def own(self, n: int) -> Terms:
-        """Return the moment a node runs in its own place."""
+        """Return the moment at which a node runs in its regular place."""
         k = self.graph.stage_of[n]
         parts: list[tuple[tuple[Key, ...], int]] = []
         for v in self.free:
@@ -245,7 +244,7 @@ class Moments:
         return Terms(self.across[k], tuple(parts))
 
     def _originals(self, v: int, at: int, k: int, nbytes: int, keys: list[Key]) -> Iterator[Part]:
-        """Yield what of a saved value is here at a node, or where the stage before it begins."""
+        """Yield the bytes of a saved value that are on the device at a node, or where the stage before it begins."""
         for key in keys:
             yield (key,), nbytes
             yield from self._stack_elsewhere(v, at, k)
@@ -253,32 +252,30 @@ class Moments:
                 yield (("o", v),), -nbytes
 
     def _here_nbytes(self, v: int, at: int, k: int, nbytes: int) -> int:
-        """Return what of a value of so many bytes is here at a node of a stage, if its stack is in host memory
-        meanwhile.
-        """
+        """Return the bytes on the device at a node of a stage, of a value of `nbytes` whose stack is offloaded."""
         if v not in self.stacked or at < self.stacked[v].gone:
             return nbytes
         return self.graph.away.stacks.here_nbytes(v, k)
 
     def _stack_elsewhere(self, v: int, at: int, k: int) -> Iterator[Part]:
-        """Yield what is then not here of a value that is saved and counted."""
+        """Yield the bytes, as a negative part, of a saved and counted stack that are in host memory."""
         whole = self.graph.values[v].saved_nbytes
         if (less := self._here_nbytes(v, at, k, whole) - whole) < 0:
             yield (("o", v),), less
 
     def _stacks_elsewhere(self, at: int, k: int) -> Iterator[Part]:
-        """Yield the same of all that are saved in any case."""
+        """Yield the same for all stacks that are always saved."""
         for v in self._stacked_always:
             if at <= self.last.get(v, -1):
                 yield from self._stack_elsewhere(v, at, k)
 
     def _leaving(self, at: int) -> Iterator[Part]:
-        """Yield what is on its way to the host then, where copies wait for one another."""
+        """Yield the bytes that wait for their copy to the host, if copies wait for one another."""
         if any(copy.gone <= at for copy in self.away.values()):
             yield (("q", at),), MIB
 
     def _outlived(self, u: int, at: int) -> bool:
-        """Return whether only recomputation reads a value that is never made again, from node `at` on."""
+        """Return whether from node `at` on only recomputation reads a value that is never recomputed itself."""
         value = self.graph.values[u]
         once = u in self.fixed or not self.graph.recomputable(u)
         counts = once and value.producer >= 0 and value.materialised
@@ -287,7 +284,9 @@ class Moments:
         )
 
     def _with_pairs(self, n: int, k: int, schedule: Schedule) -> Terms:
-        """Return the moment's bound with what is alive only because of this schedule's recomputed readers."""
+        """Return the moment's bound, including values that are alive only because this schedule's recomputed nodes read
+        them.
+        """
         graph = self.graph
         stage = k if k >= 0 else graph.stage_of[n]
         terms = self.recomputing(k, n) if k >= 0 else self.own(n)
@@ -304,7 +303,7 @@ class Moments:
         at = n if k < 0 else graph.stages[k].start
 
         def original(u: int, m: int, j: int) -> None:
-            """Count the original, which is there because node `m`, recomputed for stage `j`, reads it."""
+            """Count the original, which is in memory because node `m`, recomputed for stage `j`, reads it."""
             nonlocal parts
             there = self._original_nbytes(u, at)
             if u in schedule.away and ("o", u) not in counted:
@@ -321,6 +320,7 @@ class Moments:
                     parts.append(((("r", m, j),), there))
             elif u in schedule.saved and self.lives[u].forward < at and ("s", u) not in counted:
                 counted.add(("s", u))
+                # Together with the part of ("e", u, ...) the value would count twice.
                 parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
                 parts.append(((("s", u), ("r", m, j)), there))
 
@@ -338,6 +338,7 @@ class Moments:
                 if j == k and (u, k) in schedule.kept and held not in counted:
                     counted.add(held)
                     parts.append(((held, ("r", m, j)), nbytes))
+        # Earlier recomputation counts too if it is in a loop, which keeps its operands until it ends.
         for j in range(stage + 1):
             loop = graph.nodes[graph.stages[j].start].loop
             for m in schedule.recomputed[j] if loop >= 0 else ():
@@ -355,6 +356,6 @@ class Moments:
 
 
 def _without_idle_pairs(terms: Terms, held: frozenset[Key]) -> Terms:
-    """Return the bound without pairs of values that are not held: `x + y - 1` is below zero where neither is one."""
+    """Return the bound without pairs of values that are not kept: `x + y - 1` is negative if neither is one."""
     parts = ((keys, b) for keys, b in terms.parts if len(keys) == 1 or keys[0][0] != "h" or keys[0] in held)
     return Terms(terms.constant_nbytes, tuple(parts))

@@ -1,8 +1,8 @@
-"""The least memory for at most one more forward pass: the job of Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", 2016, and of its planner, memonger, with any solver.
+"""The least memory for at most one more forward pass: the task of Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016, and of its planner, memonger, with any solver.
 
-Chen's own schedule takes that by construction. Below its peak the solver is asked for what budgets cost, and the budget
-halved towards the least that costs no more than recomputing every value of the forward pass once.
+Chen's own schedule costs no more than that by construction. Below its peak, the budget is bisected towards the least at
+which the solver's schedule costs no more than recomputing every value of the forward pass once.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from ._interface import Solution, Solver
 from ._mincut import MinCut
 
 ROUNDS = 6
-"""Halvings of the budget: the least is found within 1/64 of what lies between the first two guesses."""
+"""Bisections of the budget: they find the least within 1/64 of the distance between the first two guesses."""
 
 
 @dataclass(frozen=True)
 class Sublinear:
-    """**Arguments:** `solver`: which knows what a budget costs. Within a budget the answer is that solver's."""
+    """**Arguments:** `solver`: finds the cost of a budget. Given a budget, the answer is that solver's."""
 
     solver: Solver
 
@@ -45,7 +45,7 @@ class Sublinear:
         return replace(best, lower_bound=0.0, proven=False, solver="sublinear")
 
     def most_seconds(self, graph: Graph) -> float:
-        """Return one more forward pass."""
+        """Return the seconds of one more forward pass."""
         return sum(node.seconds for node in graph.kernels() if node.forward)
 
     def _bearable(self, graph: Graph, solution: Solution) -> bool:

@@ -1,4 +1,4 @@
-"""Rules that look at no budget: save every residual, as few as possible, or what products make."""
+"""Rules that ignore the budget: save every residual, as few as possible, or the results of products."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class SaveAll:
 
 @dataclass(frozen=True)
 class RecomputeAll:
-    """Every stage recomputes all it needs from the step's arguments, whatever the budget."""
+    """Every stage recomputes all values that it needs from the step's arguments, whatever the budget."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         return Solution(close_over_dependencies(graph, ()), solver="recompute_all")
