@@ -25,8 +25,8 @@ from .._program._inline import Inliner
 from .._program._primitives import is_relabelling, runs_once
 from .._program._splice import with_bodies
 
-_ADDING = ("add", "add_any")
-_SCALING = ("mul", "div")
+_ADDING = ("add", "add_any", "sub")
+_SCALING = {"mul": ([True, False], [False, True]), "div": ([True, False],)}
 _LINEAR = ("neg", "convert_element_type", "broadcast_in_dim", "reduce_sum", "copy")
 
 
@@ -406,7 +406,7 @@ class _Body:
         if name in _ADDING:
             return summed == [True, True]
         if name in _SCALING:
-            return summed == [True, False] and all(kept)
+            return summed in _SCALING[name] and all(kept)
         alike = name in _LINEAR or is_relabelling(eqn)
         return (
             alike and summed == [True] and kept[0] <= kept[-1]

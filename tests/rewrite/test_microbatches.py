@@ -168,6 +168,38 @@ def short(params: Any, x: Any) -> Any:
     return jnp.mean(h.astype(jnp.float32) ** 2)
 
 
+@jax.custom_vjp
+def flow(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Five steps of an ordinary differential equation, differentiated by its adjoint backward in time."""
+    return lax.fori_loop(0, 5, lambda _, x: x + 0.1 * jnp.tanh(x @ w), x)
+
+
+def _of_flow(w: jax.Array, end: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradient of the weights is a sum over the batch, scaled and subtracted in each iteration."""
+
+    def back(carry: Any, _: None) -> Any:
+        x, adjoint, total = carry
+        speed, pull = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x)
+        of_w, of_x = pull(-adjoint)
+        return (x - 0.1 * speed, adjoint - 0.1 * of_x, total - 0.1 * of_w), None
+
+    (_, adjoint, total), _ = lax.scan(back, (end, cotangent, jnp.zeros_like(w)), None, length=5)
+    return total, adjoint
+
+
+def _kept(w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    end = flow(w, x)
+    return end, (w, end)
+
+
+flow.defvjp(_kept, lambda saved, cotangent: _of_flow(saved[0], saved[1], cotangent))
+
+
+def integrated(params: Any, x: Any) -> Any:
+    up, w, down = params
+    return jnp.mean((flow(w, jnp.tanh(x @ up)) @ down) ** 2)
+
+
 Case = tuple[Loss, list[jax.Array], tuple[Any, ...]]
 D, V = WIDTH, WORDS
 PAIR = (D, 2 * D), (2 * D, D)
@@ -192,6 +224,7 @@ def cases() -> dict[str, Case]:
             (normal(BATCH, 8, 8, 3, seed=6),),
         ),
         "filtered": (filtered, [weights(*PAIR, (D, D), (D, D))] * 3, (x,)),  # type: ignore[list-item]
+        "integrated": (integrated, weights((D, D), (D, D), (D, D)), (x,)),
         "short": (short, weights((D, D), (D, D)), (x,)),
     }
 
@@ -278,6 +311,14 @@ def test_no_array_of_the_whole_batch_is_left() -> None:
     assert max(sizes(found.closed.jaxpr.eqns)) >= stacked
     gradients = LAYERS * WIDTH * WIDTH * 2
     assert max(sizes(runnable(in_microbatches(found, 8)).jaxpr.eqns)) <= max(stacked // 8, gradients)
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_loop_may_scale_and_subtract_a_sum_over_the_batch() -> None:
+    loss, params, batch = cases()["integrated"]
+    found = trace(jax.jit(descent(loss)), (params, *batch), {})
+    assert max(sizes(found.closed.jaxpr.eqns)) >= BATCH * LENGTH * WIDTH
+    assert max(sizes(runnable(in_microbatches(found, 8)).jaxpr.eqns)) <= WIDTH * WIDTH
 
 
 def of_the_batch(params: Any, x: Any) -> Any:
