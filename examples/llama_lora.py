@@ -250,8 +250,8 @@ def markdown(record: dict[str, Any]) -> str:
     """Return the saved rows as a table."""
     lines = [
         f"| trained, of {record['weights'] / 1e9:.0f} billion weights | tokens | as written | "
-        "`jax.checkpoint` on each layer | planned | within | in host memory |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "`jax.checkpoint` on each layer | planned | within | in host memory | a step takes (modelled) |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in record["rows"]:
         sizes = _size(row["plain"], row["modelled"]), _size(row["by hand"], row["by hand modelled"])
@@ -262,9 +262,14 @@ def markdown(record: dict[str, Any]) -> str:
             _size(row["planned"]),
             row["budget"].replace("GiB", " GiB"),
             _size(row["on host"]) if row.get("on host") else "nothing",
+            _duration(row["step seconds"]) if "step seconds" in row else "",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.3g} s"
 
 
 def _size(nbytes: int, refused: str = "") -> str:

@@ -134,7 +134,9 @@ def proof(
         f"{TIMED_ON_GPU}\n\n{grid(head, timed, 2)}" if timed else "",
         f"{CERTIFIED}\n\n{grid((*where, 'plain', *rules), map(_peaks, few), 2)}" if few else "",
         f"{MODELLED}\n\n{grid((*where, *rules), map(_overheads, few), 2)}" if few else "",
-        f"Plans of MONeT's networks, also modelled: {published}." if published else "",
+        f"Plans of MONeT's networks, modelled; MONeT's own overheads were measured with PyTorch 1.5: {published}."
+        if published
+        else "",
     ]
     return "\n\n".join(part for part in parts if part)
 
