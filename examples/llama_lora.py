@@ -269,7 +269,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.3g} s"
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{float(f'{seconds:.3g}'):,g} s"
 
 
 def _size(nbytes: int, refused: str = "") -> str:
