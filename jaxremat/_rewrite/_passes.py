@@ -64,7 +64,7 @@ from ._streamed_stacks import with_streamed_stacks
 
 
 def forward_again(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[int]]:
-    """Return the equations in their new order, moved ones with a forward pass's name stack, and the old index of each."""
+    """Return the equations in their new order, moved ones with a forward pass's name stack, and their old indices."""
     anchor: list[int] = []  # for each equation, the unmoved equation that it follows
     maker: dict[Any, int] = {}
     in_backward: set[Any] = set()  # values that depend on cotangents
