@@ -84,12 +84,11 @@ program's length, because each layer's residual stream depends on those of all l
 class _Origin(NamedTuple):
     """The origins of a value's entries: sets of equations, as bits from the equation `base` on.
 
-    **Fields:** `same` computed entries that are this value's, unchanged; `through` computed the operands of the
+    **Fields:** `same` computed entries that are this value's, unchanged; `through` computed it and the operands of the
     pointwise arithmetic behind it; `chosen` computed the operands of a choice on the way; `tied` computed both sides of
-    a difference between a value and a selection from it; `masks` are the comparisons behind a mask, `roundings` the
-    roundings behind a number; `guards` compare a value and select from it, which keeps it in a domain; `apart` are the
-    differences that a number is a multiple of; `itself` computed both sides of the differences in a number, each zero
-    where its entries meet.
+    a difference between a value and a selection from it; `masks` are the comparisons behind a mask, `roundings` those
+    behind a number; `guards` must run once for a selection to keep the number in a domain; `apart` are the differences
+    that it is a multiple of; `itself` computed both sides of the differences in it, each zero where its entries meet.
     """
 
     base: int = 0
@@ -154,9 +153,7 @@ class Decisions:
 
 
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
-    """Return the decisions among flat equations that must come from the same run as the values that they are combined
-    with.
-    """
+    """Return the decisions among flat equations that must share a run with the values that they are combined with."""
     origins: dict[Var, _Origin] = {}
     through: list[_Origin] = []  # of each equation's results
     compared: dict[int, frozenset[int]] = {}
@@ -169,9 +166,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     maker: dict[Var, int] = {}
     moved: dict[Var, Var] = {}  # number -> the number that all of its entries come from
     roundings = _Roundings()
-    gaps: dict[
-        int, bool
-    ] = {}  # difference of two computed numbers -> whether one of them is a spread value, as a mean is
+    gaps: dict[int, bool] = {}  # difference of two computed numbers -> whether one is spread, such as a mean
     edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
@@ -199,7 +194,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         result = _result(i, eqn, read, together, negative) if rounded or not numbers else _NONE
         small: frozenset[int] = (
             frozenset()
-        )  # the differences that an operand at the edge of a domain equals, up to rounding
+        )  # differences that an operand at a domain's edge is, up to rounding
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
@@ -250,17 +245,13 @@ class _Roundings:
         self.taken_apart: set[Var] = set()
         self._about: dict[Var, list[int]] = {}  # number -> its roundings
         self._of: dict[Var, frozenset[int]] = {}  # variable -> the roundings that it is a function of
-        self._short: dict[
-            Var, tuple[int, Var]
-        ] = {}  # variable -> its rounding, and the number with more digits
+        self._short: dict[Var, tuple[int, Var]] = {}  # variable -> its rounding, and the unrounded number
         self._sums: dict[Var, Sequence[Var]] = {}  # sum or difference -> its terms
-        self._left: set[int] = (
-            set()
-        )  # roundings whose result is subtracted from the number, or the other way round
+        self._left: set[int] = set()  # roundings whose error is computed, by a subtraction
         self._bits: dict[Var, Var] = {}  # integers -> the number whose bits they are
 
     def follow(self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> None:
-        """Follow an equation that reads these computed numbers; `moved` maps a number to the one that its entries come
+        """Follow an equation that reads these computed numbers; `moved` has the number that each number's entries are
         from.
         """
         name, operands = eqn.primitive.name, _compat.variables(eqn.invars)
@@ -469,8 +460,8 @@ def _is_spread(eqn: JaxprEqn) -> bool:
 
 
 def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:
-    """Return the equations that computed two operands of which one was chosen from the other, or that share entries
-    (`exact`).
+    """Return the equations that computed two operands of which one was chosen from the other, or, if `exact`, shared
+    entries.
     """
     found = 0
     for one, other in permutations(read, 2):

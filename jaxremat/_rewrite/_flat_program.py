@@ -51,7 +51,7 @@ def within(loop: int, loops: Sequence[Loop]) -> list[int]:
 
 
 class Gain(NamedTuple):
-    """The effect of absorbing updates: `fewer_nbytes` that are stacked, and `written_nbytes` of rows; zeros for none."""
+    """The effect of absorbing updates: `fewer_nbytes` in stacks, and `written_nbytes` of rows; zeros for none."""
 
     fewer_nbytes: int
     written_nbytes: int

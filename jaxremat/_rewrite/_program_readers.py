@@ -64,7 +64,7 @@ class Readers:
 
     @cached_property
     def of_one_run(self) -> set[int]:
-        """The equations that must not run again, because decisions or large cotangents depend on their exact results."""
+        """The equations that must not run again, because decisions or large cotangents depend on their exact result."""
         once = self.program.decisions.once(self.in_backward)
         return once | self.program.decisions.edges.shared_cotangents(self.in_backward)
 

@@ -322,7 +322,7 @@ class _Body:
 def _between(
     eqns: Sequence[jex.JaxprEqn], one: jex.JaxprEqn, other: jex.JaxprEqn
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the equations that read no result of the first, those of the rest that the second needs, and the others."""
+    """Return the equations that read no result of the first; those of the rest that the second needs; all others."""
     reached, wanted = {*one.outvars}, {*_compat.variables(other.invars)}
     before: list[Any] = []
     reading: list[Any] = []
