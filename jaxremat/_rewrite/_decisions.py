@@ -192,9 +192,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         if _is_negative(eqn, negative):
             negative.update(eqn.outvars)
         result = _result(i, eqn, read, together, negative) if rounded or not numbers else _NONE
-        small: frozenset[int] = (
-            frozenset()
-        )  # differences that an operand at a domain's edge is, up to rounding
+        small: frozenset[int] = frozenset()  # differences that the operand in a domain is, but for rounding
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
         elif eqn.primitive.name == "select_n":

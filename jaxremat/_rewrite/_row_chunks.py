@@ -90,9 +90,7 @@ def chunked(
             eqns += made
             origin += [-1] * len(made) if i < 0 else [i]
             loop_of += [loops[~i].loop if i < 0 else program.loop_of[i]] * len(made)
-    needed = alive(
-        with_eqns(before.closed, eqns)
-    )  # drop equations that only chunks read: each chunk has its copy
+    needed = alive(with_eqns(before.closed, eqns))  # chunks have copies of equations that only they read
     eqns, origin, loop_of = (list(compress(each, needed)) for each in (eqns, origin, loop_of))
     return before.moved(with_eqns(before.closed, eqns), origin, loop_of)
 
