@@ -13,8 +13,7 @@ from ._flat_program import BACKWARD, UNPAIRED, Loop
 def backward_equations(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> list[bool]:
-    """Return for each equation whether it is in the backward pass or after it: its results are no values of the forward
-    pass.
+    """Return for each equation whether it is in the backward pass or after it.
 
     All equations of a pair's loop belong to the pass of that loop. A value that depends on nothing, such as the
     gradient of a mean, may be computed before the forward pass ends, for a loop that contains both passes: it does not

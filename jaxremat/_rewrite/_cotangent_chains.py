@@ -35,7 +35,7 @@ _SCOPE = "in_memory"
 
 
 def is_named(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation computes a cotangent that should be in memory. Loops and calls may inherit such a
+    """Return whether an equation computes a cotangent that should be in memory. Loops and calls may inherit its
     name.
     """
     return len(eqn.outvars) == 1 and _compat.has_scope(eqn, _SCOPE)

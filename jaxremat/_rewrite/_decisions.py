@@ -192,7 +192,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         if _is_negative(eqn, negative):
             negative.update(eqn.outvars)
         result = _result(i, eqn, read, together, negative) if rounded or not numbers else _NONE
-        small: frozenset[int] = frozenset()  # differences that the operand in a domain is, but for rounding
+        small: frozenset[int] = frozenset()  # differences that the operand equals, up to rounding
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
@@ -249,9 +249,7 @@ class _Roundings:
         self._bits: dict[Var, Var] = {}  # integers -> the number whose bits they are
 
     def follow(self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> None:
-        """Follow an equation that reads these computed numbers; `moved` has the number that each number's entries are
-        from.
-        """
+        """Follow an equation of these computed numbers; `moved` has the number that each number's entries are from."""
         name, operands = eqn.primitive.name, _compat.variables(eqn.invars)
         bits = {self._bits[v] for v in operands if v in self._bits}
         if name == "bitcast_convert_type" and numbers:
@@ -458,7 +456,7 @@ def _is_spread(eqn: JaxprEqn) -> bool:
 
 
 def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:
-    """Return the equations that computed two operands of which one was chosen from the other, or, if `exact`, shared
+    """Return the equations of two operands of which one was chosen from the other, or, if `exact`, of shared
     entries.
     """
     found = 0
@@ -485,9 +483,7 @@ def _bits(equations: int, base: int) -> Iterator[int]:
 
 
 def _decides(eqn: JaxprEqn) -> bool:
-    """Return whether an equation that reads floats computes integers from them, in at least as many bytes as other
-    results.
-    """
+    """Return whether an equation computes integers from floats, in at least as many bytes as other results."""
     if eqn.primitive.name in MOVES and eqn.primitive.name != "convert_element_type":
         return False
     integers = sum(aval_nbytes(v.aval) for v in eqn.outvars if not is_float(v))

@@ -204,11 +204,9 @@ class DomainEdges:
         return {i for i in self._shared(in_backward) if not all(map(self._is_light, self.of[i]))}
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return the equations that must not run again.
-
-        These are numbers of the forward pass that the backward pass reads more than once; the differences of several
-        numbers that it reads, or of one and another function of the root; light differences of shared cotangents; and
-        the operands next to large numbers in the forward pass.
+        """Return the equations that must not run again: numbers of the forward pass that the backward pass reads more
+        than once; the differences of several numbers that it reads, or of one and another function of the root; light
+        differences of shared cotangents; and the operands next to large numbers in the forward pass.
         """
         read = {i: sum(in_backward[k] for k in by) for i, by in self.readers.items() if not in_backward[i]}
         inverses = (i for i in self.inverses if in_backward[i])

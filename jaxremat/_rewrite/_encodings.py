@@ -45,9 +45,7 @@ LARGE = 1e-4
 """Values may have copies if they have at least this share of the bytes that the forward pass computes."""
 
 SCALED = 128
-"""The number of entries along the last dimension that share a scale, if it divides that dimension; else all
-share one.
-"""
+"""The number of entries of the last dimension that share a scale, if it divides that dimension; else all do."""
 
 LEAST_SCALED = 1e-30
 """The scale of groups whose largest entry is smaller; no arithmetic flushes it to zero."""

@@ -215,9 +215,7 @@ def in_parts(
 
 
 def scales(eqns: Sequence[jex.JaxprEqn], rules: Mapping[int, BatchingRule]) -> dict[Any, int] | None:
-    """Return the number of rows of each value per row of the coarsest, by variable; None if that is not a single
-    number.
-    """
+    """Return the number of rows of each value per row of the coarsest, by variable; None if that varies."""
     found: dict[Any, Fraction] = {}
     waiting = [own for i, rule in rules.items() if (own := _ratios(eqns[i], rule))]
     if any(0 in own.values() for own in waiting):  # values without rows
@@ -366,9 +364,7 @@ def wanted(
     scale: Mapping[Atom, int],
     added: Mapping[Atom, Halo],
 ) -> Halo:
-    """Return the halo that an operand needs, for one of the results or, for sums, for the operand to which parts
-    contribute.
-    """
+    """Return the halo that an operand needs for a result, or, for sums, for the operand to which parts contribute."""
     a = eqn.invars[k]
     if isinstance(rule, WindowRule) and k == 0:
         return _reaching(rule, added[a]) if a in added else rule.halo(halo)[0]

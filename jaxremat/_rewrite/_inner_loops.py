@@ -27,9 +27,7 @@ from ._loop_inlining import Opener, operands, pairs
 def inner_pairs(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> dict[int, int]:
-    """Return for each inner backward scan the index of its inner forward scan, in a program with the outer loops
-    inlined.
-    """
+    """Return for each inner backward scan the index of its inner forward scan; the outer loops are inlined."""
     found: dict[int, int] = {}
     for loop in loops:
         if loop.role == BACKWARD:
@@ -40,9 +38,7 @@ def inner_pairs(
 
 
 def fewer_nbytes(eqns: Sequence[jex.JaxprEqn], forward_of: Mapping[int, int]) -> int:
-    """Return the bytes that the forward scans of these inner pairs stack for one outer iteration, without their
-    carries.
-    """
+    """Return the bytes that the forward scans of inner pairs stack for one outer iteration, without carries."""
     stacked = 0
     for b, f in forward_of.items():
         read = set(operands(eqns[b])[2])
@@ -60,7 +56,7 @@ def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     named: dict[tuple[int, Any], Any] = {}  # by loop and variable of the outer forward loop
 
     def here(eqn: jex.JaxprEqn, i: int) -> Any:
-        """Return the inner scan, with what it reads of the forward loop called by names of this one."""
+        """Return the inner scan, with values of the forward loop renamed to names in this one."""
 
         def name(a: Atom) -> Any:
             if _compat.is_literal(a) or made_in.get(a) != loops[i].group:

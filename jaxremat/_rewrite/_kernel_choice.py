@@ -260,9 +260,7 @@ def implementation(eqn: jex.JaxprEqn) -> Callable[..., jax.Array] | None:
 
 
 def is_transposed_convolution(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation is a convolution in another order, for which XLA:CPU has a kernel in its preferred
-    one.
-    """
+    """Return whether an equation is a convolution that XLA:CPU has a kernel for, but in another order."""
     if eqn.primitive.name != "conv_general_dilated" or eqn.params["batch_group_count"] != 1:
         return False
     rank = shaped(eqn.invars[0]).ndim
@@ -282,7 +280,7 @@ def canonical(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
     order = _order(shaped(eqn.invars[0]).ndim)
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
-        # the axis that is to stand at `there` is the one that is meant by the number in the same place
+        # `axis` comes from the axis that is at its position of `there` in `own`
         operand, kernel = (
             jax.lax.transpose(array, [own[there.index(axis)] for axis in range(len(own))])
             for array, own, there in zip((operand, kernel), numbers, order, strict=False)

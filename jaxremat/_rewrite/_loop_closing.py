@@ -69,8 +69,7 @@ def closed_within(
 def scan_of(
     section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[jex.Var, Atom], *, materialises_eagerly: bool
 ) -> jex.JaxprEqn:
-    """Return the scan of a section that shares no slices with another: all values that it reads from others are
-    constants.
+    """Return the scan of a section that shares no slices with another: all values from outside are constants.
 
     **Arguments:** `before` as returned by `before_barriers`.
     """

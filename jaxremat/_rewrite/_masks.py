@@ -39,9 +39,7 @@ _LEAST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class _Clamped:
-    """A value `min(max(operand, low), high)`; `operands` are the values in between, ending with the original
-    operand.
-    """
+    """A value `min(max(operand, low), high)`; `operands` are the values in between, the original operand last."""
 
     low: float
     high: float

@@ -174,8 +174,8 @@ def _forward(eqn: jex.JaxprEqn) -> bool:
 
 
 def _backward(eqn: jex.JaxprEqn) -> bool:
-    """Return whether running an equation early can only free memory: not in the forward pass of a differentiated
-    function.
+    """Return whether running an equation early can only free memory: not in a differentiated function's forward
+    pass.
     """
     stack = _compat.name_stack_text(eqn)
     return "transpose(" in stack or "jvp(" not in stack

@@ -33,9 +33,7 @@ DIMENSIONS = 3
 """... with the examples in one of this many outermost dimensions."""
 
 LARGE = 1 / 8
-"""The search continues for another component while a value outside all of them has this share of the largest inside,
-...
-"""
+"""The search for components goes on while a value outside has this share of the largest inside, ..."""
 
 FEW = 4
 """With fewer microbatches than this, or none, rows of images with their halos are tried, ..."""

@@ -126,9 +126,7 @@ class _Loop:
                 self.blocked.add(i)
 
     def _split(self, index: int, eqn: jex.JaxprEqn, late: bool) -> list[tuple[int, Any]]:
-        """Return a reduction of whole stacks, such as a norm of gradients, as a reduction of each row and one of the
-        results.
-        """
+        """Return a reduction of whole stacks, such as a norm, as a reduction of each row and one of the results."""
         if not late or eqn.primitive.name not in REDUCTIONS:
             return [(index, eqn)]
         axes = eqn.params["axes"]

@@ -106,8 +106,7 @@ class Sites:
     """The parts of a step that may take another form.
 
     **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside other loops; `look` searches
-    for the other sites. The search takes as long as the rest of tracing; a plan of the step as written does not need
-    it.
+    for the other sites, which takes as long as the rest of tracing; a plan of the step as written does not need them.
     """
 
     lengths: tuple[int, ...] = ()

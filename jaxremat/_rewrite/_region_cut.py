@@ -23,9 +23,7 @@ from .._program._flops import aval_nbytes
 from ._program_readers import Readers
 
 CORES = (1 / 2, 1 / 4, 1 / 8)
-"""Loops keep at least the equations around values of one of these shares of the largest, the share with the fewest
-bytes handed on.
-"""
+"""Loops keep the equations around values of one of these shares of the largest: the one with the fewest bytes."""
 
 _INFINITE = 2**30
 

@@ -74,9 +74,9 @@ operations.
 """
 
 WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0, fewest=USUAL.stages + 1)
-"""For a step without any region otherwise: forces of a graph network of three layers, which are gradients that are
+"""For a step without other regions: forces of a graph network of three layers, which are gradients that are
 differentiated, have ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory. A
-region of this size with few stages, such as a few equal layers, is left to microbatches and plans.
+large region of few stages, such as a few equal layers, is left to microbatches and plans.
 """
 
 
@@ -216,10 +216,9 @@ def goes_on(program: Readers, loop: Loop, v: Atom) -> bool:
 
 
 def _narrowed(program: Readers, component: Component, limits: Limits) -> list[list[int]]:
-    """Return the equations of each stage that loops compute; empty if that is impossible within the limits.
-
-    Light stages are left out, and others too if there are too many stages, or if the values handed on would need much
-    memory outside the loops.
+    """Return the equations of each stage that loops compute, without light stages, and without others if there are too
+    many, or if the values handed on would need much memory outside the loops; empty if that is impossible within the
+    limits.
     """
     own = {i: rule for i, rule in component.rules.items() if not rule.copied}
     everything = _without_light(program, component, own)
@@ -263,8 +262,8 @@ def _without_light(program: Readers, component: Component, rules: Collection[int
 
 def _touched_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
     """Return the bytes, along the axis, of values that some equations compute or read from others of the component:
-    weighted sums of each example's gradients are small, but without a loop that computes them all of the gradients are
-    handed on.
+    weighted sums of each example's gradients are small, but unless a loop computes them all of the gradients are handed
+    on.
     """
     eqns = program.eqns
     made = {v for i in indices for v in eqns[i].outvars}
@@ -332,7 +331,7 @@ class _Handing:
             for v in program.eqns[i].outvars
             if v in program.returned or any(j not in self.stage for j in program.readers.get(v, ()))
         }
-        """What something besides the loops reads."""
+        """Values that equations outside the loops read."""
 
     def built(self, decided: Collection[int]) -> list[Loop]:
         """Return the loops if the results of `decided` are handed on too."""

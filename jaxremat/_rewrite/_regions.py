@@ -72,8 +72,7 @@ class Region:
         return {i: rule for loop in self.loops for i, rule in loop.items()}
 
     def on_devices(self, parts: int, share: float) -> "Region":
-        """Return the same region with its rows in `parts` pieces: devices add up their sums, and gather values that are
-        read whole.
+        """Return the same region in `parts` pieces: devices add up their sums, and gather values that are read whole.
 
         **Arguments:** `share` of the values without rows that one device has.
         """

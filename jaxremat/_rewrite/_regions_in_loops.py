@@ -47,8 +47,7 @@ def chunked_in_loops(
 ) -> FlatProgram:
     """Return the program with each of these regions in its number of chunks, and its loops closed again.
 
-    **Arguments:** `inliner` that produced the program; `keeps_scores` as in `Source`, or whether attention stays
-    unchanged.
+    **Arguments:** `inliner` that produced the program; `keeps_scores` as in `Source`, or if attention stays unchanged.
     """
     opened = inline_loops(program, inliner, inner=False)
     cut = chunked(opened, chosen, apart=opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores))

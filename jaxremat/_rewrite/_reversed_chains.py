@@ -46,8 +46,7 @@ def block_of(eqn: jex.JaxprEqn) -> int | None:
 class Block:
     """The part of a block that the backward pass computes.
 
-    **Fields:** `eqns` in order; `names` maps values of the forward pass that the backward pass reads to their names
-    there.
+    **Fields:** `eqns` in order; `names` the new names of values of the forward pass that the backward pass reads.
     """
 
     eqns: tuple[Any, ...]
@@ -106,9 +105,7 @@ class _Program:
         return v in self.deep and v in self.last and aval_nbytes(v.aval) >= self.large
 
     def chain(self, stop: int) -> tuple[list[Block], int]:
-        """Return the blocks of the chain that ends before the equation at `stop`, and the index of its first
-        equation.
-        """
+        """Return the blocks of the chain that ends before `stop`, and the index of its first equation."""
         known = Following(self.maker.get)
         known.know({v: v for v in self.given})
         there = {

@@ -65,9 +65,8 @@ def chunked(
 ) -> FlatProgram:
     """Return the program with each of these regions in its number of chunks.
 
-    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `apart` equations that a later pass searches for
-    unchanged, such as those of attention; `differentiable` whether the program is a function that is differentiated
-    later.
+    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `apart` equations, such as those of attention,
+    that a later pass needs unchanged; `differentiable` whether the program is a function that is differentiated later.
     """
     program = Readers(before, differentiable=differentiable)
     all_loops = [loop for region, _ in chosen for loop in region.loops]
@@ -98,8 +97,7 @@ def chunked(
 class _Chunks:
     """One loop over the chunks of a region's rows: the one with index `number` among `loops`.
 
-    **Arguments:** `place` the position in the program of each equation and loop, as in `schedule`; `apart` as in
-    `chunked`.
+    **Arguments:** `place` the position of each equation and loop, as in `schedule`; `apart` as in `chunked`.
     """
 
     def __init__(
@@ -368,7 +366,7 @@ class _Chunks:
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
             eqns.append(_compat.renamed(eqn, env).replace(outvars=[made]))
-        going = dict(so_far)  # sums that go on, with what this chunk has added so far
+        going = dict(so_far)  # sums that are added in place, with the terms of this chunk so far
         for i, rule in self.rules.items():
             eqn = self.program.eqns[i]
             leaf = self.going.get(eqn.outvars[0])
@@ -468,9 +466,7 @@ class _ScannedChunks(_Chunks):
         return [found[v] for v in self.leaves]
 
     def _body(self) -> jex.ClosedJaxpr:
-        """Return the program of one chunk: its index, the sums so far, whole operands and its rows -> the sums and its
-        rows.
-        """
+        """Return the program of one chunk: its index, sums so far, whole operands and its rows -> sums and its rows."""
         eqns: list[Any] = []
         index = _compat.new_var(ShapedArray((), jnp.int32))
         state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.carried]

@@ -46,20 +46,19 @@ LARGE = 1 / 16
 """Values of at least this share of the seed's size must not leave a region."""
 
 LEAST_NBYTES = 1 << 19
-"""The least bytes that a region keeps inside. Whether a larger one is worth a loop depends on its price. For a step
-with 450 KiB of temporaries the model predicts 12 % for chunks and 19 % for recomputation, but the compiled kernels take
-20 % and 19 %.
+"""The least bytes inside a region. Whether a larger one is worth a loop depends on its price. For a step with 450 KiB
+of temporaries the model predicts 12 % for chunks and 19 % for recomputation; the compiled kernels take 20 % and 19 %.
 """
 
 AT_ONCE = 8
-"""The factor on `LEAST_NBYTES` for a region of most of a step: at most one part in so many is in memory at once."""
+"""The factor on `LEAST_NBYTES` for a region of most of a step: about one part in eight of it is in memory at once."""
 
 LITTLE_WORK = 1 / 32
 """Contractions of at most this share of the largest one's operations are not counted, such as low-rank adapters."""
 
 FEW = 1 / 32
-"""Equations that compute the sums over rows which a region itself reads run before it, if their values have at most
-this share of all bytes that the step computes.
+"""The most bytes of sums over rows, with their sources, that run before the region that reads them, as a share
+of all.
 """
 
 HANDED = 1 / 4
@@ -112,10 +111,9 @@ def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tupl
 
 
 def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Limits) -> Region | None:
-    """Return the region around a value, with rows along the outermost dimension that allows enough chunks.
-
-    The first attempt includes all equations that follow on the same rows, such as the layers behind an attention; if
-    that is too much for one region, the second leaves out the equations between its forward and its backward pass.
+    """Return the region around a value, with rows along the outermost dimension that allows enough chunks: with all
+    equations that follow on the same rows, such as the layers behind an attention, or, if that is too much for one
+    region, without those between its forward and its backward pass.
     """
     able, dimensions = list[Region](), list(range(len(shaped(v).shape)))
     above = LARGE * aval_nbytes(v.aval)

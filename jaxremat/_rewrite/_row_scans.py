@@ -34,9 +34,9 @@ _LINEAR = ("neg", "convert_element_type", "broadcast_in_dim", "reduce_sum", "cop
 class Around:
     """The context of an equation.
 
-    **Fields:** `dimension` of the rows of values, None for a value that is read whole; `maker` returns the equation of
-    a value, if any; `differentiable` whether it is in a function that is differentiated later; `inner` whether it is
-    within a derivative.
+    **Fields:** `dimension` of the rows of values, None for one that is read whole; `maker` returns a value's equation,
+    if any; `differentiable` whether it is in a function that is differentiated later; `inner` whether within a
+    derivative.
     """
 
     dimension: Mapping[Any, int | None]

@@ -34,9 +34,7 @@ _SCOPE = "selected_from"
 
 
 def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the equations, the same number, with an operand of a maximum or minimum compared with the other
-    operand.
-    """
+    """Return the equations, as many, with an operand of a maximum or minimum compared with the other operand."""
     chosen: dict[Any, Any] = {}
     eqns = []
     for eqn in closed.jaxpr.eqns:

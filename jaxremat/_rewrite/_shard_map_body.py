@@ -35,8 +35,7 @@ _VARYING = frozenset({"pvary", "pcast"})
 """Primitives that declare that a value may differ between devices."""
 
 _INVARIANT = {"psum_invariant": jax.lax.psum_p}
-"""Primitives whose results no longer differ between devices, and the primitives that replace them without such checks.
-"""
+"""Primitives whose results no longer differ between devices, and their replacements without such checks."""
 
 _CHECKED_ALONE = re.compile("invariant|reduced|^shard_map$")
 """Other primitives that exist only with such checks."""
@@ -55,8 +54,8 @@ class Around:
     @classmethod
     @mechanism("steps within a shard_map", off=lambda *_, **__: None)
     def of(cls, closed: jex.ClosedJaxpr, *, respect_checkpoint: bool) -> "Around | None":
-        """Return the `shard_map` that does most of the work, if both passes are in it and the backward pass is nowhere
-        else.
+        """Return the `shard_map` that does most of the work, if it contains both passes and nothing outside is
+        backward.
 
         If each pass is a separate `shard_map`, the two are merged first.
         """

@@ -59,7 +59,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> jex.Ja
     eqns: list[Any] = []
 
     def within(a: Atom, name: jex.Var | None = None) -> Atom:
-        """Return what an outer variable is called in the body, where it is made if it can be."""
+        """Return the name of an outer variable in the body, and compute it there if possible."""
         if _compat.is_literal(a) or (name is None and a in known):
             return a if _compat.is_literal(a) else known[a]
         known[a] = name or _compat.new_var(a.aval)

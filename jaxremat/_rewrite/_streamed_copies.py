@@ -25,9 +25,7 @@ from .._program._primitives import is_backward, is_contraction, is_fetch, is_put
 from ._flat_program import Loop, within
 
 INTENSITY = 8000.0
-"""Floating-point operations of a device in the time that one byte takes on its link: half of an H100's bfloat16 peak at
-64 GB/s.
-"""
+"""Floating-point operations of a device per byte on its link: half of an H100's bfloat16 peak at 64 GB/s."""
 
 UPDATES = 1
 """A copy begins at most this many updates early, and ends at most this many late."""

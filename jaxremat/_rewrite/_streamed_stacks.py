@@ -36,9 +36,7 @@ _SIZES = ("shape", "new_sizes")
 
 
 def is_by_rows(eqn: jex.JaxprEqn, length: int) -> bool:
-    """Return whether each of the `length` rows of an equation's result depends only on the same rows of its
-    operands.
-    """
+    """Return whether each of the `length` rows of a result depends only on the same rows of the operands."""
     if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
         return False
     shape, name = shaped(eqn.outvars[0]).shape, eqn.primitive.name
@@ -122,9 +120,7 @@ def _streaming(
 
 
 def _chains(eqns: Sequence[jex.JaxprEqn], begun: Mapping[jex.Var, Chain]) -> dict[Any, Chain]:
-    """Return the chains of light equations that compute arrays row by row from those in `begun`, and the chains of
-    these.
-    """
+    """Return the chains of light equations that compute arrays row by row from those in `begun`, and these."""
     found = dict(begun)
     for eqn in eqns:
         operands = _compat.variables(eqn.invars)
