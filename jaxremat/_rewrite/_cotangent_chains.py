@@ -65,6 +65,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     sources: dict[Any, frozenset[Any]] = {}
     named: list[Any] = []
     for eqn, is_so in zip(eqns, in_backward, strict=True):
+        # Values that a fusion root computes or reads are in memory, so chains end there.
         if is_fusion_root(eqn) or len(eqn.outvars) != 1 or eqn.outvars[0] in written:
             named.append(eqn)
             continue

@@ -255,6 +255,7 @@ def _encodable(
         if is_late
         for a in _compat.variables(eqn.invars)
     }
+    # Pointwise values without copies are recomputed, so the backward pass also reads their operands.
     for eqn in reversed(forward):
         if (is_pointwise(eqn) or is_light(eqn)) and not read.isdisjoint(eqn.outvars):
             read.update(

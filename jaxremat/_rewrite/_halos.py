@@ -193,9 +193,8 @@ class Halos(RowParts):
 def in_parts(
     program: Readers, loops: Sequence[Loop]
 ) -> tuple[int, tuple[tuple[jex.JaxprEqn, float], ...]] | None:
-    """Return the number of rows of the coarsest value of loops with windows, and for each equation the share of all
-    rows that each part computes in addition to its own; None if there are no such rows, or if equations decide about
-    values that others read.
+    """Return the number of rows of the coarsest value of loops with windows, and by equation the share of all rows that
+    a part computes besides its own; None without such rows, or if equations decide about values that others read.
     """
     eqns, every = program.eqns, {i: rule for loop in loops for i, rule in loop.items()}
     scale = scales(eqns, every)

@@ -227,6 +227,7 @@ def summed(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
             window = jnp.expand_dims(jax.lax.slice(window, start, reach, step), groups_axis + 1)
             return jnp.sum(window.astype(wide) * aligned.reshape(shape).astype(wide), axis=others)
 
+        # A loop copies one window at a time.
         sums = jax.lax.map(at, jnp.arange(math.prod(places)))
         found = jnp.moveaxis(sums, 0, -1).reshape(1, -1, *places).astype(out.dtype)
         return jnp.transpose(found, np.argsort(out_spec).tolist())

@@ -134,6 +134,7 @@ class Opener:
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
         body = with_row_batches(by_place(body))
+        # A body with both passes may contain pairs of loops.
         if role == UNPAIRED:
             once = Equals(self.inliner)
             for inner in body:
@@ -147,6 +148,7 @@ class Opener:
             if i < len(init):
                 self._edge(LAST, atom, loop, made, index=i)
             else:
+                # The backward section reads this variable, and the plan decides in which form.
                 self.slices[group, made] = atom
                 row = [self._slice(self.over[made], loop)] if made in self.over else []
                 self._edge(STACK, atom, loop, made, *row, index=i, length=loop.length)

@@ -19,8 +19,8 @@ from ._regions import Region
 from ._row_regions import Grower, largest, region_of
 
 LEAST_SHARE = 0.5
-"""A region is most of a step if it has at least this share of the contractions of the forward pass. An implicit filter,
-or another network that depends only on parameters, has contractions outside; those of an optimizer are not counted.
+"""A region is most of a step if it has at least this share of the forward pass's contractions. Networks that depend
+only on parameters, such as an implicit filter, are outside; those of an optimizer are not counted.
 """
 
 ENOUGH_SHARE = 0.75
@@ -33,7 +33,7 @@ DIMENSIONS = 3
 """... with the examples in one of this many outermost dimensions."""
 
 LARGE = 1 / 8
-"""The search for components goes on while a value outside has this share of the largest inside, ..."""
+"""The search for components goes on while a value outside has this share of the largest inside."""
 
 FEW = 4
 """With fewer microbatches than this, or none, rows of images with their halos are tried, ..."""
@@ -42,7 +42,7 @@ MANY_TIMES = 8
 """... and taken if they allow this many times as many parts: two images of thousands of rows."""
 
 COMPONENTS = 4
-"""... up to this many components. Towers of a contrastive loss are connected only by equations that mix examples."""
+"""The most components. Towers of a contrastive loss are connected only by equations that mix examples."""
 
 
 def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:

@@ -192,6 +192,7 @@ def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[jex.Ja
         key = operand, *window, eqn.params["select_prim"] is jax.lax.ge_p
         if key in chosen:
             continue
+        # The pooling reads the same windows.
         at = poolings.get(key, i) if early else i
         params = {**_named(window), "largest": key[-1]}
         made, (chosen[key],) = _placed(PLACES, [operand], params, eqns[at].source_info)

@@ -35,9 +35,7 @@ from ._program_readers import Readers
 from ._region_cut import narrower, outside_nbytes
 
 LIGHT = 1 / 16
-"""A stage whose operands and results have less than this share of the largest stage's bytes runs between the loops, on
-all parts at once.
-"""
+"""A stage with less than this share of the largest stage's bytes runs between the loops, on all parts at once."""
 
 SMALL = 1 / 32
 """Loops may hand on values of at most this share of the largest, instead of recomputing them, ..."""
@@ -69,9 +67,7 @@ class Limits:
 
 
 USUAL = Limits(products=8, most_products=24, stages=4, repeat=1.25)
-"""Each batch normalisation is two stages. A layer with frozen weights and trained adapters repeats 1.02 times its
-operations.
-"""
+"""Each batch normalisation is two stages. A frozen layer with adapters repeats 1.02 times its operations."""
 
 WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0, fewest=USUAL.stages + 1)
 """For a step without other regions: forces of a graph network of three layers, which are gradients that are

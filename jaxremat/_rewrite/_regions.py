@@ -19,9 +19,7 @@ CHUNKS = (2, 4, 8, 16)
 """For each of these numbers, the nearest number of chunks that divides the rows is considered, ..."""
 
 MORE_CHUNKS = (32, 64, 128)
-"""... and for these too if a chunk then keeps `LEAST_CHUNK_NBYTES` inside: hand-written steps often take one example at
-a time.
-"""
+"""... and for these if a chunk then keeps `LEAST_CHUNK_NBYTES` inside: hand-written steps often run single examples."""
 
 LEAST_CHUNK_NBYTES = 1 << 20
 

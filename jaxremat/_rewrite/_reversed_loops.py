@@ -146,4 +146,5 @@ class _Pair:
             ([*fixed, *before[0], *consts], starts, [*before[2], *rows]),
             (lasts, self.backward.outvars[len(init) :]),
         )
+        # The scan contains both passes, and `_loop_inlining` inlines scans with this primitive.
         return scan.replace(primitive=APART, source_info=_compat.root_source(self.backward))

@@ -179,18 +179,19 @@ def large_products(program: Readers, indices: Iterable[int]) -> list[int]:
 
 
 def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
-    """Return the region that these loops compute; None if it keeps too little inside or reorders equations that run
-    once.
+    """Return the region of these loops; None if it keeps too little inside or reorders equations that run once.
 
     **Arguments:** `whole` whether it covers most of a step.
     """
     eqns, order = program.eqns, schedule(program, loops)
     if order is None:
         return None
+    # Effects and draws must keep their sequence.
     once = [i for i in order if i >= 0 and runs_once(eqns[i])]
     if once != sorted(once):
         return None
     dimension: dict[Any, int | None] = {}
+    # The number of chunks must divide the rows of every value and the groups of every rule.
     sizes: set[int] = set()
     for loop in loops:
         for i, rule in loop.items():
