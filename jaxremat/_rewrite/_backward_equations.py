@@ -1,4 +1,4 @@
-"""Equations of a step with its loops inlined -> which of them are of the backward pass, or come after it."""
+"""Equations of a step with its loops inlined -> which of them are in the backward pass, or come after it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +13,18 @@ from ._flat_program import BACKWARD, UNPAIRED, Loop
 def backward_equations(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> list[bool]:
-    """Return for each equation whether it is late: what it makes is no value of the forward pass.
+    """Return for each equation whether it is in the backward pass or after it.
 
-    All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
-    may be made before the forward pass ends, for a loop that holds both passes: it does not begin the backward pass.
+    All equations of a pair's loop belong to the pass of that loop. A value that depends on nothing, such as the
+    gradient of a mean, may be computed before the forward pass ends, for a loop that contains both passes: it does not
+    begin the backward pass.
     """
     found: list[bool] = []
-    constant: set[Any] = set()  # what is made of nothing outside of loops
-    early: list[int] = []  # the equations of the backward pass that make it
-    begun = False  # whether any other of its equations is behind us
-    backward: set[Any] = set()  # what is downstream of the backward pass
-    behind: set[Any] = set()  # and of what makes gradients along with the loss
+    constant: set[Any] = set()  # values outside loops that depend on nothing
+    early: list[int] = []  # the equations of the backward pass that compute them
+    begun = False  # whether any other equation of the backward pass came before
+    backward: set[Any] = set()  # values of the backward pass
+    behind: set[Any] = set()  # values that depend on chunks that compute gradients along with the loss
     for eqn, i in zip(eqns, loop_of, strict=True):
         loop = loops[i] if i >= 0 else None
         operands = _compat.variables(eqn.invars)
@@ -53,7 +54,7 @@ def backward_equations(
 def behind_backward(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> list[bool]:
-    """Return for each equation whether it is of the backward pass, or reads what that makes; alike for all of a
+    """Return for each equation whether it is in the backward pass, or depends on it; the same for all equations of a
     loop.
     """
     in_backward = [is_backward(eqn) for eqn in eqns]

@@ -1,13 +1,14 @@
-"""Flat equations -> the same, with the cotangents named that should be in memory although XLA:CPU would not write them.
+"""Flat equations -> the same, with names on the cotangents that should be in memory although XLA:CPU would not write
+them.
 
-Where layers pass their input on through pointwise work alone (`x * gate(x) + f(x)`, highway layers, unrolled recurrent
-cells, dropout on a residual branch), so do their gradients: the cotangent of a layer's input is pointwise work on that
-of its output. XLA:CPU then makes it within each kernel that reads it, from what all later layers have left: work that
-grows with the square of the depth, and an end of the backward pass that still reads the residuals of its beginning, so
-that no stage could drop any. Of such a chain each cotangent is named that is read more than once, and is made of more
-than `CHAIN` times its size, counted from the last that was named. In planned steps it passes a barrier of its own.
+If layers pass their input on through pointwise operations only (`x * gate(x) + f(x)`, highway layers, unrolled
+recurrent cells, dropout on a residual branch), so do their gradients: the cotangent of a layer's input is pointwise in
+that of its output. XLA:CPU then recomputes it in each kernel that reads it, from the outputs of all later layers. The
+work grows with the square of the depth, and the end of the backward pass still reads the residuals of its beginning, so
+no stage could drop any. In such a chain, a cotangent is named if it has several readers and depends on more than
+`CHAIN` times its size, counted from the last named one. In planned steps it passes its own barrier.
 
-Law: names alone are added. Bodies of loops have no such chains: they hand cotangents on in memory.
+Invariant: only names are added. Bodies of loops have no such chains: they pass cotangents on in memory.
 """
 
 from collections import Counter
@@ -22,31 +23,33 @@ from .._program._primitives import is_backward, is_fusion_root, is_relabelling, 
 from ._flat_program import with_eqns
 
 CHAIN = 1.5
-"""How many times its size a cotangent is made of before it is worth writing."""
+"""A cotangent is worth writing if it depends on more than this many times its size."""
 
 SMALL_SHARE = 0.01
 """Cotangents below this share of the largest are not worth a barrier."""
 
 MOST_SOURCES = 64
-"""Of what is made of more the sources are not followed: it is taken for something in memory."""
+"""A value with more sources counts as being in memory: its sources are not followed."""
 
 _SCOPE = "in_memory"
 
 
 def is_named(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it makes a cotangent that should be in memory. Loops and calls may have their names from one."""
+    """Return whether an equation computes a cotangent that should be in memory. Loops and calls may inherit its
+    name.
+    """
     return len(eqn.outvars) == 1 and _compat.has_scope(eqn, _SCOPE)
 
 
 def in_memory(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
-    """Return the equation, whose result passes a barrier of its own."""
+    """Return the equation with a barrier behind its result."""
     (made,) = eqn.outvars
     before = _compat.new_var(made.aval)
     return [eqn.replace(outvars=[before]), _compat.barrier([before], [made], eqn.source_info)]
 
 
 def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the equations, those of such cotangents under one more name."""
+    """Return the equations, with one more scope on those that compute such cotangents."""
     eqns = flat.jaxpr.eqns
     read = Counter(v for eqn in eqns for v in _compat.variables(eqn.invars))
     written = _read_by_fusion_root(eqns)
@@ -62,6 +65,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     sources: dict[Any, frozenset[Any]] = {}
     named: list[Any] = []
     for eqn, is_so in zip(eqns, in_backward, strict=True):
+        # Values that a fusion root computes or reads are in memory, so chains end there.
         if is_fusion_root(eqn) or len(eqn.outvars) != 1 or eqn.outvars[0] in written:
             named.append(eqn)
             continue
@@ -77,7 +81,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _read_by_fusion_root(eqns: Sequence[jex.JaxprEqn]) -> set[jex.Var]:
-    """Return what contractions and the like read, views of it looked through: it is in memory."""
+    """Return the values that contractions and the like read, directly or through views: they are in memory."""
     found: set[Any] = set()
     for eqn in reversed(eqns):
         if reads_memory(eqn) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):

@@ -59,36 +59,36 @@ _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", 
 _ROUNDINGS = frozenset({"ceil", "floor", "rem", "round", "sign"})
 _DIFFERENCES = frozenset({"sub", "div"})
 _OF_TWO = _COMPARISONS | {"add", "add_any", "sign", "sub"}
-"""What may ask which of two numbers is the larger, or take one from the other."""
+"""Primitives that may compare two numbers, or subtract one from the other."""
 
 _SUMS = frozenset({"add_any", "dot_general", "reduce_sum"})
-"""Zero where all that they add up is."""
+"""Primitives whose result is zero if all terms are."""
 
 _AMBIGUOUS = frozenset(
     {"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "random_gamma", "schur", "svd", "tridiagonal"}
 )
-"""Of several right results a bit of the operands chooses one: factorisations, unlike Cholesky's, and draws by
-rejection.
+"""Operations with several right results, of which one bit of the operands may choose another: factorisations (not
+Cholesky's), and draws by rejection.
 """
 
 _WITHOUT_ROUNDING = MOVES | {"add", "iota", "max", "min", "mul", "sub"}
-"""What makes a uniform number of random bits: every run gives the same, to the last bit."""
+"""Primitives that turn random bits into a uniform number: every run gives the same, to the last bit."""
 
 
 _WINDOW = 2048
-"""A value's origins are followed over so many equations. All of them would take memory quadratic in a program's length,
-for each layer's residual stream is made through those of all layers before.
+"""The number of equations over which a value's origins are followed. Following all would take memory quadratic in the
+program's length, because each layer's residual stream depends on those of all layers before.
 """
 
 
 class _Origin(NamedTuple):
-    """Where a value's entries come from: sets of equations, as bits from the equation `base` on.
+    """The origins of a value's entries: sets of equations, as bits from the equation `base` on.
 
-    **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
-    arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
-    value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
-    number; `guards` what selections keep in a domain by comparing it; `apart` the differences that a number is, but for
-    its scale; `itself` made both sides of the differences that a number is made of, each zero where its entries meet.
+    **Fields:** `same` computed entries that are this value's, unchanged; `through` computed it and the operands of the
+    pointwise arithmetic behind it; `chosen` computed the operands of a choice on the way; `tied` computed both sides of
+    a difference between a value and a selection from it; `masks` are the comparisons behind a mask, `roundings` those
+    behind a number; `guards` must run once for a selection to keep the number in a domain; `apart` are the differences
+    that it is a multiple of; `itself` computed both sides of the differences in it, each zero where its entries meet.
     """
 
     base: int = 0
@@ -112,13 +112,13 @@ _NONE = _Origin()
 
 
 def _aligned(origins: Sequence[_Origin], base: int = 0) -> list[_Origin]:
-    """Return the origins with the bits of all from one equation on."""
+    """Return the origins with their bits starting at one common equation."""
     base = max([base, *(origin.base for origin in origins)])
     return [origin.rebased(base) for origin in origins]
 
 
 def _union(origins: Sequence[_Origin]) -> _Origin:
-    """Return all of some origins that are aligned."""
+    """Return the union of aligned origins."""
     found, *others = origins or (_NONE,)
     for other in others:
         found = _Origin(found.base, *map(operator.or_, found[1:], other[1:]))
@@ -128,9 +128,9 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 @dataclass(frozen=True)
 class Decisions:
     """**Fields:** `compared` for each comparison that holds by construction, or is between two computed numbers, the
-    equations that made both sides; `selected` the former ones; `counted` the equations of decisions that end in
-    integers, and of what decisions keep in a domain; `put_together` for each rounding the equations that combine its
-    result with other numbers; `edges` what follows from numbers where a function's domain ends.
+    equations that computed both sides; `selected` the comparisons of the first kind; `counted` the equations of
+    decisions that end in integers, and of values that decisions keep in a domain; `put_together` for each rounding the
+    equations that combine its result with other numbers; `edges` the numbers near the edge of a function's domain.
     """
 
     compared: dict[int, frozenset[int]]
@@ -140,9 +140,9 @@ class Decisions:
     edges: DomainEdges
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return the equations that may not run again.
+        """Return the equations that must not run again.
 
-        **Arguments:** `in_backward` for each equation whether it is of the backward pass.
+        **Arguments:** `in_backward` for each equation whether it is part of the backward pass.
         """
         found = {j for i, shared in self.compared.items() for j in (shared if in_backward[i] else (i,))}
         forward = self.counted | self.edges.once(in_backward)
@@ -153,20 +153,20 @@ class Decisions:
 
 
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
-    """Return the decisions among flat equations that must be of one run with what they are combined with."""
+    """Return the decisions among flat equations that must share a run with the values that they are combined with."""
     origins: dict[Var, _Origin] = {}
     through: list[_Origin] = []  # of each equation's results
     compared: dict[int, frozenset[int]] = {}
     selected: set[int] = set()
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
-    exact: set[Var] = set()  # numbers made of integers without rounding
-    constant: set[Var] = set()  # what is made of no argument
-    negative: set[Var] = set()  # numbers, but for the sign of what was made before
+    exact: set[Var] = set()  # numbers computed from integers without rounding
+    constant: set[Var] = set()  # values that depend on no argument
+    negative: set[Var] = set()  # earlier numbers with the opposite sign
     maker: dict[Var, int] = {}
-    moved: dict[Var, Var] = {}  # by number the one that its entries are all of
+    moved: dict[Var, Var] = {}  # number -> the number that all of its entries come from
     roundings = _Roundings()
-    gaps: dict[int, bool] = {}  # differences of two computed numbers, and whether one is that of many entries
+    gaps: dict[int, bool] = {}  # difference of two computed numbers -> whether one is spread, such as a mean
     edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
@@ -192,7 +192,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         if _is_negative(eqn, negative):
             negative.update(eqn.outvars)
         result = _result(i, eqn, read, together, negative) if rounded or not numbers else _NONE
-        small: frozenset[int] = frozenset()  # that an operand at the edge of a domain is, but for rounding
+        small: frozenset[int] = frozenset()  # differences that the operand equals, up to rounding
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
@@ -214,7 +214,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             both = _bits(together.itself, together.base)
             counted.update(
                 j for j in both if len(eqns[j].outvars) == 1
-            )  # two results of one are not the same
+            )  # two results of one equation are different values
         counted.update(maker[v] for v in _read_twice(eqn, numbers, moved) if v in maker)
         roundings.follow(i, eqn, [v for v in numbers if v not in exact], moved)
         if eqn.primitive.name in MOVES and len(numbers) == 1:
@@ -233,23 +233,23 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
 
 
 class _Roundings:
-    """What is made of numbers by rounding, and put together again.
+    """Values that are computed from numbers by rounding, and combined again.
 
-    **Fields:** `put_together` as of `Decisions`; `taken_apart` the numbers whose bits are shifted.
+    **Fields:** `put_together` as in `Decisions`; `taken_apart` the numbers whose bits are shifted.
     """
 
     def __init__(self) -> None:
         self.put_together: dict[int, list[int]] = {}
         self.taken_apart: set[Var] = set()
-        self._about: dict[Var, list[int]] = {}  # by number its roundings
-        self._of: dict[Var, frozenset[int]] = {}  # by variable the roundings that it alone is a function of
-        self._short: dict[Var, tuple[int, Var]] = {}  # by variable what made it of a number with more digits
-        self._sums: dict[Var, Sequence[Var]] = {}  # by sum or difference what it is of
-        self._left: set[int] = set()  # what numbers are rounded to that they are taken from
-        self._bits: dict[Var, Var] = {}  # by integers the number that they are the bits of
+        self._about: dict[Var, list[int]] = {}  # number -> its roundings
+        self._of: dict[Var, frozenset[int]] = {}  # variable -> the roundings that it is a function of
+        self._short: dict[Var, tuple[int, Var]] = {}  # variable -> its rounding, and the unrounded number
+        self._sums: dict[Var, Sequence[Var]] = {}  # sum or difference -> its terms
+        self._left: set[int] = set()  # roundings whose error is computed, by a subtraction
+        self._bits: dict[Var, Var] = {}  # integers -> the number whose bits they are
 
     def follow(self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> None:
-        """Go on with an equation that reads these computed numbers, each an entry of what it was moved from."""
+        """Follow an equation of these computed numbers; `moved` has the number that each number's entries are from."""
         name, operands = eqn.primitive.name, _compat.variables(eqn.invars)
         bits = {self._bits[v] for v in operands if v in self._bits}
         if name == "bitcast_convert_type" and numbers:
@@ -272,7 +272,7 @@ class _Roundings:
     def _follow_what_is_left(
         self, i: int, eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]
     ) -> None:
-        """Go on with an equation, for numbers that are taken from what they are rounded to."""
+        """Follow an equation, for numbers that are subtracted from their rounded values."""
         if not (numbers and eqn.outvars):
             return
         name, made = eqn.primitive.name, eqn.outvars[0]
@@ -290,24 +290,24 @@ class _Roundings:
             self._sums[made] = numbers
 
     def several(self) -> set[int]:
-        """Return the roundings of numbers that have several, or are taken from what they are rounded to."""
+        """Return the roundings of numbers that have several, or that are subtracted from their rounded values."""
         return self._left | {i for about in self._about.values() if len(about) > 1 for i in about}
 
 
 def _shortens(eqn: JaxprEqn) -> bool:
-    """Return whether an equation makes numbers of fewer bits of numbers."""
+    """Return whether an equation converts numbers to fewer bits."""
     if eqn.primitive.name != "convert_element_type" or not is_float(eqn.outvars[0]):
         return False
     return aval_nbytes(eqn.outvars[0].aval) < aval_nbytes(eqn.invars[0].aval)
 
 
 def _asks_for_zero(eqn: JaxprEqn) -> bool:
-    """Return whether an equation compares numbers, or reads one where a domain ends."""
+    """Return whether an equation compares numbers, or reads one at the edge of a domain."""
     return eqn.primitive.name in _COMPARISONS or in_domain(eqn) is not None
 
 
 def _read_twice(eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> set[Var]:
-    """Return the numbers that a body may take from themselves: of which it reads entries in two ways."""
+    """Return the numbers that a body may subtract from themselves: it reads their entries in two ways."""
     count = Counter(moved.get(v, v) for v in set(numbers)) if inner_jaxprs(eqn) else {}
     if max(count.values(), default=0) < 2:
         return set()
@@ -328,13 +328,13 @@ def _decides_within(eqn: JaxprEqn) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _has_decisions(body: Jaxpr) -> bool:
-    """Return whether a body has equations of which two runs do not go together."""
+    """Return whether a body has equations whose results from two runs must not be combined."""
     return bool(decisions(body.eqns).once([False] * len(body.eqns)))
 
 
 def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> set[int]:
-    """Return what must run once for a selection to keep a number in a domain: the number, if a comparison of the mask
-    compares that itself; if it compares what that is made of entry by entry, the comparison and the selection.
+    """Return the equations that must run once for a selection to keep a number in a domain: those of the number, if the
+    mask compares the number itself; the comparison and the selection, if the mask compares pointwise operands of it.
     """
     found: set[int] = set()
     for by in _bits(mask.masks, mask.base):
@@ -348,7 +348,7 @@ def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int
 
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], together: _Origin, negative: Set[Var]) -> _Origin:
-    """Return where the results of an equation come from. **Arguments:** `together` all of what is `read`."""
+    """Return the origins of an equation's results. **Arguments:** `together` the union of the origins `read`."""
     name = eqn.primitive.name
     if name not in CHOICES and name not in MOVES and together.base < i - _WINDOW:
         read = _aligned(read, i - _WINDOW)
@@ -361,7 +361,7 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], together: _Origin, n
         return _Origin(base, own, own, roundings=own)
     if name in CHOICES or name in MOVES:
         if name == "select_n" and isinstance(eqn.invars[0], Var):
-            # What a mask is made of, as of bits, are no entries of what it selects from.
+            # The origins of a mask, such as bits, are not entries of the values that it selects from.
             return _union(read[1:])._replace(base=base, masks=together.masks)
         return together._replace(chosen=together.chosen | together.through) if name in CHOICES else together
     if is_pointwise(eqn) and (is_float(eqn.outvars[0]) or together.through):  # also of a float's bits
@@ -389,7 +389,7 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], together: _Origin, n
 
 
 def _is_negative(eqn: JaxprEqn, negative: Set[Var]) -> bool:
-    """Return whether an equation turns a sign, or its result has that of an operand whose sign was turned."""
+    """Return whether an equation changes a sign, or its result has that of an operand whose sign was changed."""
     name, operands = eqn.primitive.name, eqn.invars
     below = (isinstance(a, Literal) and bool(np.all(a.val < 0)) for a in operands)
     if name == "neg" or (name == "mul" and any(below)):
@@ -399,13 +399,13 @@ def _is_negative(eqn: JaxprEqn, negative: Set[Var]) -> bool:
 
 
 def _takes(eqn: JaxprEqn, negative: Set[Var]) -> bool:
-    """Return whether an equation takes a number from another."""
+    """Return whether an equation subtracts a number from another."""
     turned = any(a in negative for a in _compat.variables(eqn.invars))
     return eqn.primitive.name == "sub" or (eqn.primitive.name in ("add", "add_any") and turned)
 
 
 def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool:
-    """Return whether an equation's result may be what rounding leaves of larger numbers."""
+    """Return whether an equation's result may be the rounding error of larger numbers."""
     numbers = _compat.variables(eqn.invars)
     if eqn.primitive.name == "sub":
         return len(numbers) == 2 or isinstance(eqn.invars[0], Literal)
@@ -414,7 +414,7 @@ def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool
 
 
 def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
-    """Return the equations that made both sides of what an equation compares, as bits."""
+    """Return the equations that computed both sides of an equation's comparison, as bits."""
     name = eqn.primitive.name
     if name in _ROUNDINGS or (name in _COMPARISONS and len(read) == 1 and not _is_infinite(eqn)):
         return _union(read).tied
@@ -428,11 +428,11 @@ def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
 
 
 def _between_two(eqn: JaxprEqn, computed: Sequence[_Origin], gaps: Mapping[int, bool]) -> int:
-    """Return the equations that made two numbers of which an equation asks which is the larger, as bits.
+    """Return the equations that computed the two numbers that an equation compares, as bits.
 
-    **Arguments:** `computed` where those of its operands come from that are made by arithmetic; `gaps` the differences
-    of two such numbers, and whether one of them, such as a mean, is that of many entries: scaled, as by a
-    normalisation, these do not count.
+    **Arguments:** `computed` the origins of those operands that arithmetic computes; `gaps` the differences of two such
+    numbers, and whether one of these, such as a mean, is spread over many entries: if that difference is scaled, as by
+    a normalisation, it does not count.
     """
     name = eqn.primitive.name
     if name not in _COMPARISONS and name != "sign":
@@ -449,14 +449,16 @@ def _between_two(eqn: JaxprEqn, computed: Sequence[_Origin], gaps: Mapping[int, 
 
 
 def _is_spread(eqn: JaxprEqn) -> bool:
-    """Return whether an equation's result has each entry of its operand many times."""
+    """Return whether an equation's result repeats each entry of its operand."""
     return eqn.primitive.name == "broadcast_in_dim" and aval_nbytes(eqn.invars[0].aval) < aval_nbytes(
         eqn.outvars[0].aval
     )
 
 
 def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:
-    """Return what made two operands of which one was chosen from the other, or, `exact`, both the same entries."""
+    """Return the equations of two operands of which one was chosen from the other, or, if `exact`, of shared
+    entries.
+    """
     found = 0
     for one, other in permutations(read, 2):
         found |= one.through & other.chosen
@@ -465,7 +467,7 @@ def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:
 
 
 def _latest(equations: set[int], results: Sequence[_Origin]) -> Iterator[int]:
-    """Yield those of a set of equations that no other of them is made through."""
+    """Yield those of a set of equations that no other of them depends on."""
     for i in equations:
         later = (results[j] for j in equations if j > i)
         if not any(i >= each.base and each.through >> (i - each.base) & 1 for each in later):
@@ -481,7 +483,7 @@ def _bits(equations: int, base: int) -> Iterator[int]:
 
 
 def _decides(eqn: JaxprEqn) -> bool:
-    """Return whether an equation that reads floats makes integers of them, in no more bytes of anything else."""
+    """Return whether an equation computes integers from floats, in at least as many bytes as other results."""
     if eqn.primitive.name in MOVES and eqn.primitive.name != "convert_element_type":
         return False
     integers = sum(aval_nbytes(v.aval) for v in eqn.outvars if not is_float(v))
@@ -492,7 +494,7 @@ def _decides(eqn: JaxprEqn) -> bool:
 
 
 def _body_decides(body: Jaxpr) -> bool:
-    """Return whether an integer that a body hands on is made of floats."""
+    """Return whether a body returns an integer that depends on floats."""
     of_floats: set[Var] = set()
     for eqn in body.eqns:
         if any(is_float(a) or (isinstance(a, Var) and a in of_floats) for a in eqn.invars):
@@ -501,7 +503,7 @@ def _body_decides(body: Jaxpr) -> bool:
 
 
 def _is_integer(atom: Var | Literal) -> bool:
-    """Return whether it holds integers that may be positions; in bytes masks are packed."""
+    """Return whether an atom holds integers that may be positions; bytes hold packed masks."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1
 

@@ -33,7 +33,7 @@ CHOICES = frozenset(
         "reduce_window_min", "scatter-max", "scatter-min", "scatter_max", "scatter_min", "sort", "top_k",
     }
 )  # fmt: skip
-"""Their results' entries are operands' entries, chosen by comparison: a number or its negative, for one."""
+"""Primitives that choose entries of their operands by comparison: `abs` chooses between a number and its negative."""
 
 MOVES = frozenset(
     {
@@ -43,28 +43,28 @@ MOVES = frozenset(
         *LOOP_EDGES, *LOOP_SLICES,
     }
 )  # fmt: skip
-"""Their results' entries are operands' entries, or their negatives."""
+"""Primitives whose results' entries are operands' entries, or their negatives."""
 
 _KEEPING = CHOICES | MOVES
 
 _ROOTS_AWAY_FROM_ZERO = frozenset({"acos", "acosh", "asin", "atanh", "log1p"})
-"""Those of which the domain ends at another number, from which the operand's difference is taken unseen."""
+"""Roots whose domain ends at another number than zero: the operand's difference from it is computed inside."""
 
 ROOTS = _ROOTS_AWAY_FROM_ZERO | {"log", "pow", "rsqrt", "sqrt"}
-"""Defined for some numbers alone, of their first operand."""
+"""Functions whose first operand has a limited domain."""
 
 SCALINGS = frozenset({"integer_pow", "mul", "square"})
-"""What is guarded stays so, and what is lost in rounding stays lost."""
+"""Primitives that keep a guarded value guarded, and do not restore digits lost by rounding."""
 
 _MULTIPLES = SCALINGS | {"abs", "add_any", "div", "neg", "select_n"}
-"""Large where an operand is."""
+"""Primitives with large results for large operands."""
 
 _INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
-"""Large where an operand is small."""
+"""Primitives with large results for small operands."""
 
 LIGHT = 1 / 16
-"""A difference of at most this share of the largest value, as a variance, is kept rather than a cotangent, which would
-be a kernel of its own.
+"""A difference of at most this share of the largest value, such as a variance, is kept instead of a cotangent, which
+would need a separate kernel.
 """
 
 
@@ -79,7 +79,7 @@ def _inexact(dtype: DType) -> bool:
 
 
 def in_domain(eqn: JaxprEqn) -> Var | None:
-    """Return the operand of which an equation is defined for some numbers alone."""
+    """Return the operand of an equation that has a limited domain, or None."""
     name = eqn.primitive.name
     inverse = name == "integer_pow" and eqn.params["y"] < 0
     at = 0 if inverse or name in ROOTS else 1 if name in ("div", "rem") else None
@@ -88,25 +88,26 @@ def in_domain(eqn: JaxprEqn) -> Var | None:
 
 
 def takes_difference(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a root of its operand's difference from a number other than zero."""
+    """Return whether an equation is a root of its operand's difference from a nonzero number."""
     return eqn.primitive.name in _ROOTS_AWAY_FROM_ZERO
 
 
 def scales(eqn: JaxprEqn) -> bool:
-    """Return whether an equation's result is its operand, scaled or moved by a constant."""
+    """Return whether an equation only scales its operand, or shifts it by a constant."""
     of_one = len(_compat.variables(eqn.invars)) == 1
     return eqn.primitive.name in SCALINGS or (of_one and eqn.primitive.name in ("add", "div", "sub"))
 
 
 @dataclass
 class DomainEdges:
-    """What follows from numbers at the edge of a function's domain. A number goes by the equation that made it.
+    """Numbers at the edge of a function's domain, and the values that depend on them. A number is identified by its
+    equation.
 
-    **Fields:** `eqns` that are followed, in order. `near` the differences by which a variable is at an
-    edge; `numbers` the large numbers of a variable, in whose name it is read when it scales or moves them; `of` by
-    large number the differences that it is large by, and `readers` of it; `inverses` are those that read a difference;
-    `beside` by equation that reads a large number what made its other operands; `roots` by variable the number, a
-    function of roots entry by entry, that it is, `root_of` by such a number the differences, and `root_readers` of it.
+    **Fields:** `eqns` that are followed, in order. `near` the differences by which a variable is at an edge; `numbers`
+    the large numbers that a variable scales or moves: its readers count as theirs; `of` the differences by which a
+    number is large, and `readers` of it; `inverses` the equations that read a difference; `beside` for each reader of a
+    large number the equations of its other operands; `roots` for each variable the number that it is, if a pointwise
+    function of roots, `root_of` the differences of such a number, and `root_readers` of it.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -126,7 +127,7 @@ class DomainEdges:
         return [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in self.eqns]
 
     def reads(self, eqn: JaxprEqn) -> bool:
-        """Return whether an equation reads a number at an edge, or what is made of one."""
+        """Return whether an equation reads a number at an edge, or a value that depends on one."""
         return any(
             isinstance(a, Var) and (a in self.near or a in self.numbers or a in self.roots)
             for a in eqn.invars
@@ -137,12 +138,12 @@ class DomainEdges:
     ) -> None:
         """Follow an equation.
 
-        **Arguments:** `small` the differences that an operand is where it has a domain; `makers` the equations
-        that made each operand's entries.
+        **Arguments:** `small` the differences that its operand with a limited domain equals; `makers` the equations
+        that computed each operand's entries.
         """
         operands, edge = _compat.variables(eqn.invars), in_domain(eqn)
         near = _all(self.near, operands)
-        # A mask may be of another run.
+        # The mask of a selection may come from another run, so nothing passes through it.
         passes = eqn.primitive.name in _KEEPING and eqn.primitive.name != "select_n"
         self._follow_large(i, eqn, small, makers, passes)
         self._follow_root(i, eqn, small | (near if edge else frozenset()))
@@ -199,13 +200,13 @@ class DomainEdges:
         return {i for i, by in self.readers.items() if in_backward[i] and len(by) > 1}
 
     def shared_cotangents(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return the equations of the backward pass whose results all readers must have of one run."""
+        """Return the equations of the backward pass whose results must come from one run for all readers."""
         return {i for i in self._shared(in_backward) if not all(map(self._is_light, self.of[i]))}
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the equations that must not run again: numbers of the forward pass that the backward pass reads more
-        than once, and what several numbers that it reads are large by, or one is and another a function of the root,
-        or what is light and shared cotangents are large by; and what the forward pass reads beside large numbers.
+        than once; the differences of several numbers that it reads, or of one and another function of the root; light
+        differences of shared cotangents; and the operands next to large numbers in the forward pass.
         """
         read = {i: sum(in_backward[k] for k in by) for i, by in self.readers.items() if not in_backward[i]}
         inverses = (i for i in self.inverses if in_backward[i])
@@ -220,5 +221,5 @@ class DomainEdges:
 
 
 def _all(by: Mapping[Var, frozenset[int]], variables: Sequence[Var]) -> frozenset[int]:
-    """Return what there is of some variables, together."""
+    """Return the union of the entries of some variables."""
     return frozenset[int]().union(*(by[v] for v in variables if v in by))

@@ -1,15 +1,15 @@
 """Equations -> the same with copies of large values in fewer bits, from which the backward pass may restore them.
 
-Encoding and decoding are equations after the one that makes the value, and all readers read the decoded value. These
-are values like others: the planner saves the value whole, or saves its copy, or recomputes it. Only values that are
-expensive to recompute have copies: results of contractions, carries of loops, and their sums. Pointwise results of
+Encoding and decoding are equations after the one that computes the value, and all readers read the decoded value. The
+planner treats these values like others: it saves the value whole, or saves its copy, or recomputes it. Only values that
+are expensive to recompute have copies: results of contractions, carries of loops, and their sums. Pointwise results of
 these cost about as much to recompute as to decode.
 
-Law: where the value itself is in memory, nothing is decoded (see `_emit._emit`), so the forward pass computes the same
-as without copies.
+Invariant: while the value itself is in memory, nothing is decoded (see `_emit._emit`), so the forward pass computes the
+same as without copies.
 
-Masks of random words, such as dropout's, are packed eight to a byte, whatever is allowed: this is exact, and the
-unpacked mask takes the mask's place.
+Masks of random words, such as dropout's, are always packed eight to a byte: this is exact, and the unpacked mask
+replaces the original.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -42,13 +42,13 @@ from ._backward_equations import backward_equations
 from ._flat_program import Encoded, FlatProgram, Loop, with_eqns
 
 LARGE = 1e-4
-"""Values of at least this share of what the forward pass makes may have copies."""
+"""Values may have copies if they have at least this share of the bytes that the forward pass computes."""
 
 SCALED = 128
-"""So many entries of the last dimension have a scale together, where that is a multiple of so many; else all."""
+"""The number of entries of the last dimension that share a scale, if it divides that dimension; else all do."""
 
 LEAST_SCALED = 1e-30
-"""Groups whose largest entry is smaller have the scale of this, which no arithmetic takes for zero."""
+"""The scale of groups whose largest entry is smaller; no arithmetic flushes it to zero."""
 
 _FLOAT8 = jnp.float8_e4m3fn
 
@@ -57,10 +57,10 @@ _FLOAT8 = jnp.float8_e4m3fn
 class Encoding:
     """A way to keep a value in fewer bits.
 
-    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Variant`; `label` for people; `fits`
-    says of a type whether it has copies of this kind; `encode` gives the parts of a copy, `decode` the value, of its
-    type and those; `entrywise` whether each entry has its own copy, on whichever device it is; `exact` whether what is
-    decoded is the value, which then is never in memory itself.
+    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Variant`; `label` for people; `fits` returns
+    whether a type has copies of this kind; `encode` returns the parts of a copy, `decode` the value, given its type and
+    the parts; `entrywise` whether each entry has a separate copy, on its own device; `exact` whether decoding restores
+    the value, which then is never in memory itself.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Encoding:
 
 
 def _scaled(x: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
-    """Return entries in groups along the last dimension, each divided by its group's scale; and the scales."""
+    """Return entries in groups along the last dimension, divided by their group's scale; and the scales."""
     size = x.shape[-1]
     width = SCALED if size % SCALED == 0 else size
     groups = lax.reshape(x, (*x.shape[:-1], size // width, width))
@@ -105,7 +105,7 @@ def _to_float8(x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _bits_axis(aval: Aval | jax.Array) -> int | None:
-    """Return the last axis along which entries are whole bytes."""
+    """Return the last axis along which entries fill whole bytes."""
     return next((d for d in reversed(range(aval.ndim)) if aval.shape[d] and aval.shape[d] % 8 == 0), None)
 
 
@@ -149,7 +149,7 @@ ENCODINGS = (
     ),
     Encoding("int8_residuals", 3, "int8", lambda a: a.ndim > 0 and _is_float(a, 2, 4), _to_int8, _rescaled),
 )
-"""The ways to keep a value in fewer bits, the mildest first."""
+"""The ways to keep a value in fewer bits, the most precise first."""
 
 MASK = Encoding(
     "",
@@ -161,24 +161,24 @@ MASK = Encoding(
     entrywise=True,
     exact=True,
 )
-"""How masks of random words are kept, whatever is allowed."""
+"""The encoding of masks of random words, which needs no permission."""
 
 BY_CODE = {encoding.code: encoding for encoding in (*ENCODINGS, MASK)}
 
 INEXACT = tuple(encoding.name for encoding in ENCODINGS)
-"""What `allow` may name that changes gradients."""
+"""The names in `allow` that change gradients."""
 
 
 def allowed(names: Collection[str], devices: int) -> tuple[int, ...]:
-    """Return the codes of the encodings with these names that may be used for values on so many devices."""
+    """Return the codes of the encodings with these names that are possible on this number of devices."""
     found = (each for each in ENCODINGS if each.name in names)
     return tuple(each.code for each in found if each.entrywise or devices == 1)
 
 
 @cache
 def _program(encoding: Encoding, shape: tuple[int, ...], dtype: DType) -> jex.ClosedJaxpr:
-    """Return the equations that encode and decode such a value: the parts of the copy, and what is decoded of
-    them.
+    """Return the equations that encode and decode such a value: their results are the parts of the copy and the decoded
+    value.
     """
 
     def both(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -189,7 +189,7 @@ def _program(encoding: Encoding, shape: tuple[int, ...], dtype: DType) -> jex.Cl
 
 
 def with_copies(program: FlatProgram, codes: Sequence[int] = ()) -> FlatProgram:
-    """Give large values copies by these encodings, and keep masks in bits; loops are inlined."""
+    """Add copies of large values in these encodings, and of masks in bits, to a program with inlined loops."""
     able = _encodable(
         program.closed.jaxpr, program.loop_of, program.loops, [MASK, *(BY_CODE[code] for code in codes)]
     )
@@ -224,7 +224,7 @@ def _copied(eqn: jex.JaxprEqn, v: jex.Var, encoding: Encoding) -> tuple[list[Any
 
 
 def decoders(jaxpr: jex.Jaxpr, encoded: Sequence[Encoded]) -> dict[int, int]:
-    """Return for each equation that makes a value with an inexact copy the last of those that decode it."""
+    """Return for each equation of a value with an inexact copy the last of the equations that decode it."""
     maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     return {maker[each.whole]: maker[each.decoded] for each in encoded if not each.exact}
 
@@ -232,9 +232,7 @@ def decoders(jaxpr: jex.Jaxpr, encoded: Sequence[Encoded]) -> dict[int, int]:
 def _encodable(
     jaxpr: jex.Jaxpr, loop_of: Sequence[int], loops: Sequence[Loop], kinds: Sequence[Encoding]
 ) -> dict[Any, Encoding]:
-    """Return the values that get copies, and of which kind: those that the backward pass wants, expensive to make
-    again.
-    """
+    """Return the values that get copies, with their encodings: expensive values that the backward pass reads."""
     in_backward = backward_equations(jaxpr.eqns, loop_of, loops)
     forward = [eqn for eqn, is_late in zip(jaxpr.eqns, in_backward, strict=True) if not is_late]
     of_loop = [loops[i].length if i >= 0 else 1 for i in loop_of]
@@ -257,6 +255,7 @@ def _encodable(
         if is_late
         for a in _compat.variables(eqn.invars)
     }
+    # Pointwise values without copies are recomputed, so the backward pass also reads their operands.
     for eqn in reversed(forward):
         if (is_pointwise(eqn) or is_light(eqn)) and not read.isdisjoint(eqn.outvars):
             read.update(
@@ -268,7 +267,7 @@ def _encodable(
 def fewer_nbytes(
     jaxpr: jex.Jaxpr, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]
 ) -> int:
-    """Return what all values that may have copies take more than these."""
+    """Return the bytes that all possible copies save."""
     lengths = {
         v: loops[i].length if i >= 0 else 1
         for eqn, i in zip(jaxpr.eqns, loop_of, strict=True)
@@ -285,8 +284,8 @@ def _copy_nbytes(encoding: Encoding, aval: Aval | jax.Array) -> int:
 
 @mechanism("masks in bits", off=lambda *_: [])
 def _random_masks(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[jex.Var]:
-    """Return the large masks that are made of random words entry by entry, and of no other mask."""
-    words: set[Any] = set()  # and what is made of them
+    """Return the large masks that are computed entry by entry from random words, and from no other mask."""
+    words: set[Any] = set()  # random words, and values that depend on them
     found: list[Any] = []
     for eqn, n in zip(forward, lengths, strict=True):
         simple = is_pointwise(eqn) or is_light(eqn)
@@ -300,8 +299,8 @@ def _random_masks(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large
 
 
 def _dear(forward: Sequence[jex.JaxprEqn], lengths: Sequence[int], large: float) -> list[jex.Var]:
-    """Return the large values that are not made of a single large one entry by entry."""
-    roots: dict[Any, frozenset[Any]] = {}  # of which such values each is made entry by entry
+    """Return the large values that are not computed entry by entry from a single large one."""
+    roots: dict[Any, frozenset[Any]] = {}  # value -> the expensive values that it depends on entry by entry
     found: list[Any] = []
     for eqn, n in zip(forward, lengths, strict=True):
         simple = is_pointwise(eqn) or is_light(eqn)

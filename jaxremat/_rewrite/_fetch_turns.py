@@ -1,10 +1,10 @@
 """Section of a loop -> the same with copies from host memory that begin in turn, as they are needed.
 
-The compiler runs few copies at once, and begins each so early that an iteration with many waits for most of them at its
-start. Here the index of a row in host memory passes a barrier together with the results of the first readers of the
-copy before the last: at most two copies are under way, and kernels wait for none before they need it.
+The compiler runs few copies at once, and begins each so early that an iteration with many copies waits for most of them
+at its start. Here the index of a row in host memory passes a barrier together with the results of the first readers of
+the copy before the last: at most two copies are in flight, and no kernel waits for a copy before it needs it.
 
-Law: the same rows.
+Invariant: the same rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ from ._loop_inlining import Section, append, row_at
 
 @mechanism("row copies in turn", off=lambda *_: False)
 def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) -> bool:
-    """Have the copies of a section begin in turn, and return whether any waits for another.
+    """Let the copies of a section begin in turn; return whether any waits for another.
 
-    **Arguments:** `place` makes a variable for the iteration's index.
+    **Arguments:** `place` returns a variable for the iteration's index.
     """
     fetches = [eqn for eqn in section.eqns if is_fetch(eqn)]
     if len(fetches) <= AT_ONCE or loop.length == 1:
@@ -35,7 +35,7 @@ def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) 
     order = sorted(
         (eqn for eqn in fetches if eqn.outvars[0] in uses), key=lambda eqn: uses[eqn.outvars[0]].first
     )
-    behind: dict[int, list[Any]] = {}  # place of an equation -> those that follow it now
+    behind: dict[int, list[Any]] = {}  # index of an equation -> new equations behind it
     gone: set[int] = set()
     for i in range(AT_ONCE, len(order)):
         fetch, first = order[i], uses[order[i].outvars[0]].first
@@ -58,7 +58,7 @@ def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) 
     results = [*(a for a, _ in section.lasts.values()), *section.stacked.values()]
     needed = set(_compat.variables(results))
     section.eqns = []
-    for eqn in reversed(found):  # without what reads rows that nothing copies any more
+    for eqn in reversed(found):  # drop reads of rows that nothing copies any more
         if not _reads_host(eqn) or not needed.isdisjoint(eqn.outvars):
             section.eqns.insert(0, eqn)
             needed.update(_compat.variables(eqn.invars))
@@ -67,18 +67,18 @@ def fetched_in_turn(section: Section, loop: Loop, place: Callable[[], jex.Var]) 
 
 
 def _reads_host(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation gives no more than a row of an array in host memory."""
+    """Return whether an equation only returns rows of arrays in host memory."""
     simple = eqn.primitive.name in _ROWS or is_view(eqn) or is_barrier(eqn)
     return simple and all(on_host(v.aval) for v in eqn.outvars)
 
 
 _ROWS = frozenset({"dynamic_slice", "jit"})
-"""What `row_at` is made of."""
+"""The primitives of `row_at`."""
 
 
 class _Use(NamedTuple):
-    """Who reads what a copy gives. **Fields:** `first` the place of its first reader; `last` that of the equation which
-    says that it has been read, a product or the maker of what is copied back, and what that has `made`.
+    """The readers of a copy. **Fields:** `first` the index of its first reader; `last` that of the equation after which
+    it has been read, a product or the maker of a value that is copied back; `made` the result of that equation.
     """
 
     first: int
@@ -94,7 +94,7 @@ class _Read(NamedTuple):
 
 
 def _uses(eqns: list[jex.JaxprEqn]) -> dict[Any, _Use]:
-    """Return for what each copy gives who reads it."""
+    """Return the readers of each copy."""
     readers: dict[Any, list[int]] = {}
     maker: dict[Atom, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     for i, eqn in enumerate(eqns):
@@ -122,7 +122,7 @@ def _uses(eqns: list[jex.JaxprEqn]) -> dict[Any, _Use]:
 def _row_read(
     row: Atom, section: Section, maker: Mapping[Atom, tuple[int, jex.JaxprEqn]], place: Callable[[], jex.Var]
 ) -> _Read | None:
-    """Return how a row of an array in host memory is read, None where that is not seen."""
+    """Return the array and the index of a row in host memory; None if they cannot be traced."""
     while row in maker:
         eqn = maker[row][1]
         if eqn.primitive.name in _ROWS:

@@ -1,5 +1,5 @@
-"""Traced step -> hashes: of equal fingerprints two programs can follow the same plan; of equal structure they have the
-same equations but for shapes, so that the plan of one says much of the other. `Outline` says which equations those are.
+"""Traced step -> hashes: programs with equal fingerprints can follow the same plan; programs of equal structure have
+the same equations up to shapes, and the plan of one is a good start for the other. `Outline` matches their equations.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from ._selections import INSTEAD
 from ._trace import Traced
 
 _ASKED = {asks.name: selects.name for selects, asks in INSTEAD.items()}
-"""Of which selection a comparison is whether an operand is the result."""
+"""For each comparison, the selection of which it tells whether an operand is the result."""
 
 
 def fingerprint(traced: Traced) -> str:
-    """Return a hash of the normalised program: primitives, parameters, types and data flow, without names and
-    places.
+    """Return a hash of the normalised program: primitives, parameters, types and data flow, without names and source
+    lines.
     """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
@@ -46,13 +46,13 @@ def fingerprint(traced: Traced) -> str:
         digest.update(f"{loop.id},{loop.group},{loop.length},{loop.role},{loop.parent},{options};".encode())
     for i, (eqn, loop_of) in enumerate(zip(jaxpr.eqns, traced.loop_of, strict=True)):
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
-        # Masks tell nothing apart by what they read here, so that plans made before they did are still found.
+        # Masks count as reading their operand, not a result, so plans from before masks read results still apply.
         read = (a if _compat.is_literal(a) else traced.program.masked.get(i, a) for a in eqn.invars)
         name, ins = eqn.primitive.name, [*map(atom, read)]
         outs = define(eqn.outvars)
         if name in _ASKED.values():
             selected[name, frozenset(ins)] = atom(eqn.outvars[0])
-        # Nor do comparisons with the other operand of a selection, which were with its result: see `_selections`.
+        # So do comparisons with a selection's other operand, as comparisons with its result: see `_selections`.
         elif name in _ASKED and (result := selected.get((_ASKED[name], frozenset(ins)))):
             name, ins = "eq", [ins[0], result]
         digest.update(f"{outs}={name} {' '.join(ins)} {params} {loop_of}\n".encode())
@@ -65,8 +65,8 @@ def fingerprint(traced: Traced) -> str:
 
 
 def structure(traced: Traced) -> str:
-    """Return a hash of what the normalised program consists of: arguments, loops, primitives and name stacks. Types,
-    parameters, numbers of iterations and the order, which follows sizes, tell nothing apart.
+    """Return a hash of the normalised program's arguments, loops, primitives and name stacks. It ignores types,
+    parameters, numbers of iterations, and the order, which depends on sizes.
     """
     loops = [(loop.group, loop.role, loop.parent) for loop in traced.loops]
     made = Outline.of(traced)
@@ -76,11 +76,11 @@ def structure(traced: Traced) -> str:
 
 @dataclass(frozen=True)
 class Outline:
-    """What tells equations of two forms of a step apart, and values by the equations that make them.
+    """The identity of the equations of a step's form, and of values by their equations.
 
-    **Fields:** `arguments` how many values are arguments and constants; `lengths` of the loops; `rows` the regions that
-    the form has in chunks, by their numbers, which follow sizes, and by name; `words` of the equations, in order, each
-    made of its primitive, its name stack and the loops around it, with the number of its results.
+    **Fields:** `arguments` the number of arguments and constants; `lengths` of the loops; `rows` the regions that the
+    form runs in chunks, by number, which depends on sizes, and by name; `words` of the equations, in order, each a hash
+    of its primitive, its name stack and the loops around it, with the number of its results.
     """
 
     arguments: int
@@ -90,7 +90,7 @@ class Outline:
 
     @classmethod
     def of(cls, traced: Traced) -> "Outline":
-        """Return that of a form."""
+        """Return the outline of a form."""
         jaxpr = traced.jaxpr.jaxpr
         found = []
         for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
@@ -109,7 +109,7 @@ class Outline:
 
     @classmethod
     def parse(cls, text: str) -> "Outline":
-        """Return the outline that is written so."""
+        """Return the outline of a text."""
         arguments, lengths, rows, *words = text.split(" ")
         named = (each.split(":") for each in rows.split(",") if each)
         return cls(
@@ -121,7 +121,7 @@ class Outline:
 
     @property
     def numbers(self) -> tuple[object, ...]:
-        """What equations and values are numbered by: forms in which these are equal can follow the same numbers."""
+        """The data that equations and values are numbered by: forms that agree in it can follow the same numbers."""
         return self.arguments, self.words
 
     @property
@@ -130,8 +130,8 @@ class Outline:
         return [*accumulate((count for _, count in self.words), initial=self.arguments)]
 
     def matches(self, other: "Outline") -> dict[int, int]:
-        """Return the equations of another form by those of this one: of equal words the first, the second and so
-        on.
+        """Return a map from equations of this form to those of another one: those with equal words in order of
+        occurrence.
         """
         places: dict[tuple[str, int], list[int]] = {}
         for i, word in enumerate(other.words):
@@ -146,8 +146,8 @@ class Outline:
 
 
 def region_names(traced: Traced) -> list[str]:
-    """Return names of a step's regions of rows: of most of the step, or by the equations of each, and a number for
-    those that have the same.
+    """Return names of a step's regions of rows: "whole", or a hash of their equations, with a number after a repeated
+    name.
     """
     opened, found, seen = traced.sites.found.opened, list[str](), Counter[str]()
     for region in traced.sites.regions:
@@ -165,4 +165,4 @@ def _word(eqn: jex.JaxprEqn, around: Sequence[str] = ()) -> str:
 
 
 HASHED = 5
-"""Hexadecimal digits of a word: a million, of which a step has some hundreds."""
+"""Hexadecimal digits of a word: a million values, while a step has some hundreds of words."""

@@ -1,7 +1,7 @@
-"""A step as a row of equations -> what every pass over it takes and returns.
+"""A step as a list of equations: the type that every pass takes and returns.
 
-Invariant: the program computes what the step computes, and each of its equations knows the loop that it is of and the
-equations of the plain program that compute the same.
+Invariant: the program computes what the step computes, and each equation has its loop and the equations of the plain
+program that compute the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ._decisions import Decisions, decisions
 
 @dataclass(frozen=True)
 class Loop:
-    """A scan that is inlined.
+    """An inlined scan.
 
-    **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, else its own; `length` the
-    number of iterations; `role`; `parent` the loop around it, -1 for none; `eqn` the scan.
+    **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, or its own; `length` the
+    number of iterations; `role`; `parent` the loop around it, or -1; `eqn` the scan.
     """
 
     id: int
@@ -42,7 +42,7 @@ FORWARD, BACKWARD, UNPAIRED = "forward", "backward", "alone"
 
 
 def within(loop: int, loops: Sequence[Loop]) -> list[int]:
-    """Return a loop and those around it, the outermost last; none for -1, the program."""
+    """Return a loop and those around it, the outermost last; empty for -1, the program."""
     found: list[int] = []
     while loop >= 0:
         found.append(loop)
@@ -51,7 +51,7 @@ def within(loop: int, loops: Sequence[Loop]) -> list[int]:
 
 
 class Gain(NamedTuple):
-    """What absorbing saves, `fewer_nbytes` that are stacked, and writes, `written_nbytes` of rows; zeros for none."""
+    """The effect of absorbing updates: `fewer_nbytes` in stacks, and `written_nbytes` of rows; zeros for none."""
 
     fewer_nbytes: int
     written_nbytes: int
@@ -59,9 +59,9 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A value with a copy in fewer bits. **Fields:** `whole` as it is made; `parts` of the copy; `decoded` what readers
-    read, by the last of the equations that decode it; `encoding` its code; `exact` whether it is read in the value's
-    place, also where that is made.
+    """A value with a copy in fewer bits. **Fields:** `whole` the original; `parts` of the copy; `decoded` the value
+    that readers read, from the last of the equations that decode it; `encoding` its code; `exact` whether it replaces
+    the original everywhere.
     """
 
     whole: Any
@@ -71,14 +71,14 @@ class Encoded:
     exact: bool
 
     def renamed(self, rename: Callable[[Any], Atom]) -> Encoded:
-        """Return the same of these variables."""
+        """Return the same with renamed variables."""
         names = rename(self.whole), tuple(map(rename, self.parts)), rename(self.decoded)
         return Encoded(*names, self.encoding, self.exact)
 
 
 @dataclass(frozen=True)
 class PairForm:
-    """How one pair of scans is to be done: in these `levels`, see `_loop_levels`, or `undone` on the way back."""
+    """The form of one pair of scans: in `levels`, see `_loop_levels`, or `undone` in the backward pass."""
 
     levels: tuple[int, ...] = ()
     undone: bool = False
@@ -90,13 +90,13 @@ class FlatProgram:
 
     **Fields:**
 
-    - `closed`: the equations as a jaxpr; those of loops that are inlined are sections of it.
-    - `loop_of`: for each equation the index in `loops` of the loop that it is of, -1 for none.
+    - `closed`: the equations as a jaxpr, with inlined loops as sections.
+    - `loop_of`: for each equation the index in `loops` of its loop, or -1.
     - `origin`: for each equation the indices of those of the plain program that compute the same; () for a new one.
-    - `read`: gives the name that a variable of an earlier program has in this one.
-    - `pairs`: the form of each pair of scans that is left at the top level.
-    - `over`: for stacked results the scanned-over argument whose rows they are written over; `gains` what absorbing
-      updates saves in each pair.
+    - `read`: maps a variable of an earlier program to its name in this one.
+    - `pairs`: the form of each pair of scans at the top level.
+    - `over`: for stacked results the scanned-over argument whose rows they overwrite; `gains` the effect of absorbing
+      updates in each pair.
     - `encoded`: the values with copies in fewer bits; `masked`: by equation the operand of masks that read a result.
     """
 
@@ -113,7 +113,7 @@ class FlatProgram:
 
     @classmethod
     def of(cls, closed: jex.ClosedJaxpr) -> FlatProgram:
-        """Return a program without loops inlined, each of whose equations is its own origin."""
+        """Return a program without inlined loops, with each equation as its own origin."""
         count = len(closed.jaxpr.eqns)
         return cls(closed, (-1,) * count, tuple((i,) for i in range(count)))
 
@@ -123,8 +123,8 @@ class FlatProgram:
         return self.closed.jaxpr.eqns
 
     def apart_from_rows(self, hints: Iterable[Hint], *, keeps_scores: bool) -> set[int]:
-        """Return the equations that no region of rows has: those of attention, which has forms of its own unless the
-        step `keeps_scores`, and those that make what hints mark.
+        """Return the equations that no region of rows may contain: those of attention, which has other forms unless the
+        step `keeps_scores`, and those that compute values marked by hints.
         """
         marked = {self.read(hint.variable) for hint in hints}
         sites = () if keeps_scores else attention(self.closed, self.scopes, self.alive)
@@ -133,7 +133,7 @@ class FlatProgram:
 
     @cached_property
     def scopes(self) -> list[int]:
-        """For each equation a number for the loop, or the pair of loops, that it is of, -1 for none."""
+        """For each equation a number for its loop or pair of loops, or -1."""
         return [self.loops[i].group if i >= 0 else -1 for i in self.loop_of]
 
     @cached_property
@@ -143,12 +143,12 @@ class FlatProgram:
 
     @cached_property
     def decisions(self) -> Decisions:
-        """The decisions that must be of one run with what they are combined with."""
+        """The decisions that must come from the same run as the values that they are combined with."""
         return decisions(self.eqns)
 
     def places(self, count: int) -> list[int]:
-        """Return for each of the `count` equations of the plain program the last one here that computes the same, -1
-        where none does.
+        """Return for each of the `count` equations of the plain program the last one here that computes the same, or
+        -1.
         """
         found = [-1] * count
         for place, origin in enumerate(self.origin):
@@ -161,7 +161,7 @@ class FlatProgram:
         return replace(self, **fields)
 
     def with_same(self, closed: jex.ClosedJaxpr) -> FlatProgram:
-        """Return the program with equations that each stand where the one stood that computes the same."""
+        """Return the program with each equation replaced by one that computes the same."""
         return replace(self, closed=closed)
 
     def moved(
@@ -174,7 +174,7 @@ class FlatProgram:
         """Return the program with other equations.
 
         **Arguments:** `sources` for each of them the index here of the one that computes the same, -1 for a new one;
-        `loop_of` for each its loop, by default that of its source.
+        `loop_of` the loop of each, by default that of its source.
         """
         origin = tuple(self.origin[i] if i >= 0 else () for i in sources)
         loops = tuple(self.loop_of[i] if i >= 0 else -1 for i in sources) if loop_of is None else loop_of
@@ -187,10 +187,10 @@ class FlatProgram:
         loop_of: Sequence[int],
         read: Callable[[Atom], Atom],
     ) -> FlatProgram:
-        """Return the program with equals computed once.
+        """Return the program with equal equations merged.
 
-        **Arguments:** `merged_of` for each equation here the index of the one that now computes it; `read` the name
-        that a variable has now.
+        **Arguments:** `merged_of` for each equation here the index of the one that now computes it; `read` maps a
+        variable to its new name.
         """
         origin: list[tuple[int, ...]] = [()] * len(closed.jaxpr.eqns)
         for i, place in enumerate(merged_of):
@@ -215,7 +215,7 @@ def with_eqns(closed: jex.ClosedJaxpr, eqns: Sequence[jex.JaxprEqn]) -> jex.Clos
 def with_each(
     closed: jex.ClosedJaxpr, change: Callable[[jex.JaxprEqn], Sequence[jex.JaxprEqn]]
 ) -> jex.ClosedJaxpr:
-    """Return the jaxpr with what `change` makes of each equation, itself where that is the equation."""
+    """Return the jaxpr with each equation replaced by the result of `change`; the same object if nothing changes."""
     before = closed.jaxpr.eqns
     eqns = [made for eqn in before for made in change(eqn)]
     same = len(eqns) == len(before) and all(map(operator.is_, eqns, before))

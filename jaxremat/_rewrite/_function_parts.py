@@ -1,9 +1,10 @@
 """Flat jaxpr of a function that is differentiated later -> its divisions into parts, and the function in parts.
 
-By hand this is a `lax.scan` of a `jax.checkpoint` over chunks of tokens, rays or rows of logits. The scan is planned as
-any scan of such a function: its operands and results are kept, and for each part the values that the plan saves.
+Written by hand this is a `lax.scan` of a `jax.checkpoint` over chunks of tokens, rays or rows of logits. The scan is
+planned as any scan of such a function: its operands and results are kept, and the values of each part that the plan
+saves.
 
-Law: as those of `_row_regions` and `_row_chunks`. All random numbers are drawn before the scan.
+Invariant: as those of `_row_regions` and `_row_chunks`. All random numbers are drawn before the scan.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from ._row_regions import regions
 
 @dataclass(frozen=True)
 class Division:
-    """**Fields:** the `regions` that are in parts, and the number of `parts` of each."""
+    """**Fields:** the `regions` that run in parts, and the number of `parts` of each."""
 
     regions: tuple[Region, ...]
     parts: tuple[int, ...]
@@ -34,19 +35,19 @@ class Division:
 
     @property
     def inner_nbytes(self) -> int:
-        """The most bytes that a part of one of them keeps to itself."""
+        """The most bytes that stay inside a part of any region."""
         both = zip(self.regions, self.parts, strict=True)
         return max(region.inner_nbytes // count for region, count in both)
 
     def more_seconds(self, device: DeviceSpec) -> float:
-        """Return about what parts take longer, in both passes."""
+        """Return about how much longer both passes take in parts."""
         both = zip(self.regions, self.parts, strict=True)
         return 2 * sum(region.more_seconds(count, device) for region, count in both)
 
 
 def divisions(closed: jex.ClosedJaxpr) -> list[list[Division]]:
-    """Return the ways to divide a function: those about its largest values, and those of most of it, each with as many
-    parts as there may be, from the fewest on.
+    """Return the ways to divide a function: around its largest values, and most of it, each with all possible numbers
+    of parts, the fewest first.
     """
     program = Readers(FlatProgram.of(closed), differentiable=True)
     whole = most_of(program, program.alive)
@@ -59,7 +60,7 @@ def divisions(closed: jex.ClosedJaxpr) -> list[list[Division]]:
 
 
 def _ladder(found: tuple[Region, ...]) -> list[Division]:
-    """Return the numbers of parts, where each region has the one of its own that is nearest."""
+    """Return the possible numbers of parts, with the nearest possible number for each region."""
     counts = sorted({count for region in found for count in region.choices})
     nearest = (tuple(min(r.choices, key=lambda n: abs(n - count)) for r in found) for count in counts)
     return [Division(found, parts) for parts in dict.fromkeys(nearest)]

@@ -1,8 +1,8 @@
 """Equations with gathered operands -> the same with each gather as a separate equation.
 
-A product needs an operand whole if the operand is sharded along an axis along which the result is not: the compiler
-gathers it, once for all products that read it, and keeps the gathered array until the last of them has run. As a value
-of the program, a plan can keep it or gather it again. Law: the same results, by the same collectives.
+A product needs an operand whole if it is sharded along an axis along which the result is not. The compiler gathers it
+once for all products that read it, and keeps the gathered array until the last of them has run. As a value of the
+program, a plan can keep it or gather it again. Invariant: the same results, by the same collectives.
 """
 
 import math
@@ -23,8 +23,8 @@ _PLACING = ("sharding_constraint", "reshard")
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """**Fields:** `eqn` the index of the equation that wants an operand gathered; `operand` which one; `sharding` where
-    it wants it.
+    """**Fields:** `eqn` the index of the equation that needs a gathered operand; `operand` its position; `sharding`
+    that the equation needs.
     """
 
     eqn: int
@@ -33,7 +33,7 @@ class Gather:
 
 
 def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxpr:
-    """Return flat equations that read what others have gathered for them."""
+    """Return flat equations that read operands gathered by separate equations."""
     wanted: dict[int, list[Gather]] = {}
     for gather in gathers:
         wanted.setdefault(gather.eqn, []).append(gather)

@@ -1,24 +1,26 @@
-"""Equations that carry an axis -> how many rows each value has in a part, and how many around it that windows read.
+"""Equations that carry an axis -> the number of rows of each value in a part, and of those around it that windows read.
 
-A convolution in chunks of an image's rows reads a few rows more than a chunk has, and those before it more again:
+A convolution in chunks of an image's rows reads a few rows more than a chunk has, and the convolutions before it still
+more:
 
     for i in range(parts):
-        x = rows of the image from i * step - 2 to (i + 1) * step + 2        zeros where it has none
-        h = gelu(convolution(x))            from i * step - 1 to (i + 1) * step + 1; zeros again where there is none
+        x = rows of the image from i * step - 2 to (i + 1) * step + 2        zeros outside the image
+        h = gelu(convolution(x))            from i * step - 1 to (i + 1) * step + 1; zeros outside again
         y = convolution(h)                  the rows of this part
 
-Rows of values are as many, in a part, as the strides between them say. Halos are found from what loops hand on, of
-which a part has its own rows alone, back to what they read. What both passes read has the wider one.
+The strides between values set how many rows of each a part has. Halos are computed backwards, from the values that
+loops hand on, of which a part has only its own rows, to those that they read. A value that both passes read has the
+wider of two halos.
 
-Cotangents go the other way: from here on all is linear up to sums, so a part does what *it adds* to them, and to rows
-around its own, and no part needs more of the forward pass than its own results do:
+Cotangents go the other way. All equations from a cotangent on are linear up to sums, so a part computes *its
+contribution* to them and to the rows around its own, and no part needs more of the forward pass than its own results:
 
         dy = gradient of the loss           the rows of this part
-        dh = transposed convolution(dy)     what that adds from i * step - 1 to (i + 1) * step + 1
+        dh = transposed convolution(dy)     its contribution, from i * step - 1 to (i + 1) * step + 1
         dw += gradient of the kernel(h, dy)
 
-Invariant: a row of a part is that row of the value, or all that parts add to it are; a sum is of the part's own rows,
-or of what it adds.
+Invariant: a row of a part is that row of the value, or the contributions of all parts add up to it; a sum is over the
+part's own rows, or over its contributions.
 """
 
 import functools
@@ -48,9 +50,9 @@ NO_HALO: Halo = (0, 0)
 
 
 class Halos(RowParts):
-    """The rows of each value in parts that read rows around their own, or of which the last ends behind the rows.
+    """The rows of each value in parts that read neighbouring rows, or of which the last ends past the rows.
 
-    **Arguments:** `rules` of all loops of its region, and those that are its `own`; `leaves` what it hands on.
+    **Arguments:** `rules` of all loops of its region, and of its `own` loop; `leaves` the values that this hands on.
     """
 
     def __init__(
@@ -66,22 +68,22 @@ class Halos(RowParts):
         self.windowed = any(isinstance(rule, WindowRule) for rule in rules.values())
         alike = {v: shaped(v).shape[d] // parts.rows for v, d in self.dimension.items()}
         scale = scales(eqns, rules) if self.windowed else alike
-        assert scale is not None  # or it was no region
+        assert scale is not None  # regions have a scale
         self.scale = scale
         rows = [v for v in leaves if v in self.dimension]
         self.added = added(eqns, own, rows, scale)
         self.halo = halos(eqns, own, rows, scale, self.added)
 
     def step(self, v: jex.Var) -> int:
-        """Return how many rows of a value are a part's own."""
+        """Return the number of rows of a value that belong to one part."""
         return self.parts.size * self.scale[v]
 
     def rows(self, v: jex.Var) -> int:
-        """Return how many rows of a value a part has, with its halo."""
+        """Return the number of rows of a value in a part, with its halo."""
         return self.step(v) + sum(self.halo.get(v, NO_HALO))
 
     def is_ragged(self, v: jex.Var) -> bool:
-        """Return whether parts have more rows together than a value has."""
+        """Return whether all parts together have more rows than a value."""
         return self.parts.count * self.step(v) != shaped(v).shape[self.dimension[v]]
 
     def written_shape(self, v: jex.Var) -> tuple[int, ...]:
@@ -91,7 +93,7 @@ class Halos(RowParts):
         return self._resized(v, self.parts.count * self.step(v))
 
     def read(self, whole: jax.Array, i: jax.Array, v: jex.Var) -> jax.Array:
-        """Return the rows of a part with its halo, any where the value has none."""
+        """Return the rows of a part with its halo, with arbitrary rows outside the value."""
         axis, halo = self.dimension[v], self.halo[v]
         if halo == NO_HALO and not self.is_ragged(v):
             return lax.dynamic_slice_in_dim(whole, i * self.step(v), self.step(v), axis)
@@ -111,8 +113,8 @@ class Halos(RowParts):
         index: jex.Var,
         joins: jex.Primitive | None,
     ) -> dict[str, Any]:
-        """Return the parameters of an equation for a part with its halo, and let its operands have the rows for it."""
-        neutral = -1 if joins is lax.and_p else 0  # of what sums are made where there are no rows
+        """Return the parameters of an equation for a part with its halo, and give its operands the rows for it."""
+        neutral = -1 if joins is lax.and_p else 0  # the fill of missing rows that are added up or joined
         results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
         size = [aval_nbytes(a.aval) for a in invars]
         halo = done(eqn, rule, self.halo, self.added, self.scale)
@@ -121,7 +123,7 @@ class Halos(RowParts):
                 continue
             if isinstance(rule, WindowRule):
                 fill = rule.fill if k == 0 else neutral
-            else:  # the smallest of factors is zeros
+            else:  # zeros in the smallest factor are enough
                 fill = neutral if rule.summed and k == min(terms(eqn, rule), key=size.__getitem__) else None
             wide = wanted(eqn, rule, k, halo, self.scale, self.added)
             invars[k] = self.slab(eqns, env, a, wide, fill, index, eqn)
@@ -138,7 +140,7 @@ class Halos(RowParts):
     def own(
         self, eqns: list[jex.JaxprEqn], made: Atom, v: jex.Var, index: jex.Var, maker: jex.JaxprEqn
     ) -> Atom:
-        """Return what is written of a part: zeros are where the last has rows that there are not."""
+        """Return the rows of a part that are written, with zeros past the end in the last part."""
         return self.slab(eqns, {v: made}, v, NO_HALO, 0, index, maker)
 
     def all(self, whole: jax.Array, v: jex.Var) -> jax.Array:
@@ -158,8 +160,8 @@ class Halos(RowParts):
         index: jex.Var,
         reader: jex.JaxprEqn,
     ) -> Atom:
-        """Return so many rows around a part of a value, zeros where it adds nothing, and a number where the value has
-        no row, if there is one.
+        """Return a part of a value with this halo: zeros where it contributes nothing, and `fill`, if not None, outside
+        the value.
         """
         (before, behind), d, step = halo, self.dimension[v], self.step(v)
         rows, known = shaped(v).shape[d], self.halo[v]
@@ -191,13 +193,13 @@ class Halos(RowParts):
 def in_parts(
     program: Readers, loops: Sequence[Loop]
 ) -> tuple[int, tuple[tuple[jex.JaxprEqn, float], ...]] | None:
-    """Return how many rows the coarsest value of loops with windows has, and how much more of all rows equations do in
-    each part; None where there are no such rows, or where equations decide about what others read.
+    """Return the number of rows of the coarsest value of loops with windows, and by equation the share of all rows that
+    a part computes besides its own; None without such rows, or if equations decide about values that others read.
     """
     eqns, every = program.eqns, {i: rule for loop in loops for i, rule in loop.items()}
     scale = scales(eqns, every)
     once = program.of_one_run - program.of_a_run.keys()
-    grouped = any(rule.groups for rule in every.values())  # of which parts would have to be a number
+    grouped = any(rule.groups for rule in every.values())  # parts would need a whole number of groups
     if scale is None or grouped or not once.isdisjoint(owners(loops)):
         return None
     placed = (each for i, rule in every.items() for each in _placed(eqns[i], rule))
@@ -212,7 +214,7 @@ def in_parts(
 
 
 def scales(eqns: Sequence[jex.JaxprEqn], rules: Mapping[int, BatchingRule]) -> dict[Any, int] | None:
-    """Return how many rows values have for each of the coarsest, by variable; None where that is not one number."""
+    """Return the number of rows of each value per row of the coarsest, by variable; None if that varies."""
     found: dict[Any, Fraction] = {}
     waiting = [own for i, rule in rules.items() if (own := _ratios(eqns[i], rule))]
     if any(0 in own.values() for own in waiting):  # values without rows
@@ -236,7 +238,7 @@ def scales(eqns: Sequence[jex.JaxprEqn], rules: Mapping[int, BatchingRule]) -> d
 
 
 def _ratios(eqn: jex.JaxprEqn, rule: BatchingRule) -> dict[Any, Fraction]:
-    """Return of the values that have the axis how many rows they have, but for a common factor."""
+    """Return the number of rows of each value with the axis, up to a common factor."""
     placed = [(a, d) for a, d in _placed(eqn, rule) if d is not None]
     if isinstance(rule, WindowRule):
         (operand, _), *others = placed
@@ -250,8 +252,8 @@ def added(
     leaves: Collection[jex.Var],
     scale: Mapping[Atom, int],
 ) -> dict[Any, Halo]:
-    """Return the values of which a part does what it adds to them, with the halo of that: all that is made of them is
-    linear, up to sums.
+    """Return the values that parts compute as contributions, with the halo of these: all values that depend on them are
+    linear in them, up to sums.
     """
     zeros = _zeros(eqns, rules)
     exact = {*leaves, *zeros}
@@ -268,12 +270,12 @@ def added(
             eqn = eqns[i]
             of = list(dict.fromkeys(a for a in _compat.variables(eqn.invars) if a in found))
             if len(of) > 1 and not _is_linear(eqn, rule, *of):
-                # Of two factors that which windows have widened is what parts add up.
+                # If both factors could be contributions, the one that windows have widened is.
                 of.sort(key=lambda a: -sum(found[a]))
                 more.update(of[1:])
                 del of[1:]
             elif of and not is_scattered(eqn) and not isinstance(rule, WindowRule):
-                # A value of the whole is no term of what each part adds.
+                # A complete value must not be added to a contribution: each part would add it again.
                 terms = linear_in(eqn, [a in of for a in eqn.invars]) or ()
                 more.update(of if any(eqn.invars[k] not in {*of, *zeros} for k in terms) else ())
             results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
@@ -291,7 +293,7 @@ def added(
 
 
 def _is_linear(eqn: jex.JaxprEqn, rule: BatchingRule, *operands: Atom) -> bool:
-    """Return whether an equation makes of what parts add to some operands what they add to its results."""
+    """Return whether an equation turns contributions to some operands into contributions to its results."""
     at = [k for k, a in enumerate(eqn.invars) if not _compat.is_literal(a) and a in operands]
     if isinstance(rule, WindowRule):
         return at == [int(rule.summed)] and rule.is_linear(eqn)
@@ -309,7 +311,7 @@ def _zeros(eqns: Sequence[jex.JaxprEqn], rules: Iterable[int]) -> set[Any]:
 
 
 def _reaching(rule: WindowRule, halo: Halo) -> Halo:
-    """Return the halo of an operand with which a slice of what parts add to it begins and ends within that."""
+    """Return the halo of a contribution to an operand, such that slices of it begin and end within the halo."""
     return (halo[0], max(halo[1], -rule.padding)) if rule.at[0] == "start_indices" else halo
 
 
@@ -320,9 +322,9 @@ def halos(
     scale: Mapping[Atom, int],
     added: Mapping[Atom, Halo],
 ) -> dict[Any, Halo]:
-    """Return the halo of each value with the axis that a loop reads or makes.
+    """Return the halo of each value with the axis that a loop reads or computes.
 
-    **Arguments:** `leaves` what it hands on; `added` the halos of what parts add up.
+    **Arguments:** `leaves` the values that it hands on; `added` the halos of contributions.
     """
     found: dict[Any, Halo] = {**dict.fromkeys(leaves, NO_HALO), **added}
     for i in reversed(list(rules)):
@@ -344,7 +346,7 @@ def done(
     added: Mapping[Atom, Halo],
     scale: Mapping[Atom, int],
 ) -> Halo:
-    """Return the halo of what an equation makes; of sums that of the operand to which parts add."""
+    """Return the halo of an equation's results; for sums, that of the operand to which parts contribute."""
     results = [v for v, d in zip(eqn.outvars, rule.results, strict=True) if d is not None]
     if not results:
         return next((added[a] for a in _compat.variables(eqn.invars) if a in added), NO_HALO)
@@ -361,7 +363,7 @@ def wanted(
     scale: Mapping[Atom, int],
     added: Mapping[Atom, Halo],
 ) -> Halo:
-    """Return the halo that an operand needs for one of the results, or of sums that of the operand parts add to."""
+    """Return the halo that an operand needs for a result, or, for sums, for the operand to which parts contribute."""
     a = eqn.invars[k]
     if isinstance(rule, WindowRule) and k == 0:
         return _reaching(rule, added[a]) if a in added else rule.halo(halo)[0]

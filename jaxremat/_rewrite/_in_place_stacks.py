@@ -1,27 +1,26 @@
 """Section of a loop -> the same with results that its iterations write into one array, a carry.
 
-A scan's own stacked results begin as zeros of which the compiler knows nothing, and may stand in memory long before the
-loop: those that have a zero are made of it. Others are written over an array that the loop reads, row over row, and so
-are carries of loops with nested checkpointing. The compiler must then never read a row behind the write, nor the array
-as it was before the loop, or it copies the whole array in every iteration. So
+A scan's stacked results start as zeros that depend on no value, so they may be in memory long before the loop: results
+that have a zero in the program start from that. Other results overwrite, row by row, an array that the loop reads; so
+do carries of loops with nested checkpointing. If an equation then reads a row after its write, or the array from before
+the loop, the compiler copies the whole array in every iteration. Therefore
 
 - all rows are read from the carry;
-- a row that the iteration's own work reads is read once, and passes a barrier;
-- what is made of a row for such results alone is done when the first of them is written: they pass a barrier together.
+- a row that the iteration's other work needs is read once, and passes a barrier;
+- values computed from a row only for such results are computed together: the results pass one barrier.
 
-Where the compiler does nothing early, it makes one kernel of such a read, the update and the write, and the barriers
-would only be in its way.
+A compiler that computes nothing early fuses such a read, the update and the write into one kernel, and barriers would
+prevent that.
 
-Section of a loop -> the same with rows of arrays read where they are needed, not all when an iteration begins.
+Section of a loop -> the same with rows of arrays read by the stages that need them, not all when an iteration begins.
 
-Reading a row of a stack copies it, unless a pointwise kernel reads it in its place. A compiler that does early what it
-can copies all rows that an iteration reads at its start, and there they stay until the last stage has read them. So
-behind each barrier rows are read anew, at an index that has passed the barrier. Those of arrays that the iteration
-writes are read once (see `_in_place_stacks`), and pass the barriers themselves: else what is made of them, broadcasts
-to the size of what they are added to, would be made at the start too. So do all rows in a loop of one iteration, whose
-index is no secret to the compiler.
+Reading a row of a stack copies it, unless a pointwise kernel reads it in place. A compiler that computes values as
+early as it can copies all rows of an iteration at its start, and they stay in memory until the last stage has read
+them. So after each barrier, rows are read again, at an index that has passed the barrier. Rows of arrays that the
+iteration writes are read once, and pass the barriers themselves; otherwise the compiler would compute values from them
+at the start too, such as broadcasts. So do all rows in a loop of one iteration, whose index is a constant.
 
-Law: the same rows.
+Invariant: the same rows.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,8 +41,8 @@ from ._loop_inlining import PART, Section, append, row_at, row_written
 
 @dataclass(frozen=True, eq=False)
 class _Write:
-    """A result written over an array. **Fields:** `start` the array; `carried` what it is in the body; `part` what is
-    written; `eqn` that writes it, None where that is still to be made; `array` the result then.
+    """A result written over an array. **Fields:** `start` the array; `carried` its variable in the body; `part` the
+    written value; `eqn` that writes it, or None if it is still to be added; `array` the result in that case.
     """
 
     start: Any
@@ -61,12 +60,11 @@ def written_in_place(
     *,
     materialises_eagerly: bool,
 ) -> tuple[list[Any], dict[Any, Any]]:
-    """Turn results of a section into carries, and parts of arrays into equations that read
-    them; returns the equations that make what the carries start with, and for each result that is written over an
-    array that one.
+    """Turn results of a section into carries, and parts of arrays into equations that read them; return the equations
+    that compute the start values of the carries, and the array under each result that is written over one.
 
-    **Arguments:** `same` gives a variable the name that it had before it passed any barrier, and before any other rows
-    of it were written over; `before_barrier` the name that it had before it passed any barrier.
+    **Arguments:** `same` maps a variable to its name before it passed any barrier, and before other rows of it were
+    overwritten; `before_barrier` to its name before it passed any barrier.
     """
     before: list[Any] = []
     place, places = None, None
@@ -80,6 +78,7 @@ def written_in_place(
 
     if section.filled or section.over:
         index()
+    # Late reads change the section's equations, so the writes are collected again below.
     if materialises_eagerly:
         writes = _writes(section, same)
         written = {v for write in writes for v in (write.carried, same(write.start))}
@@ -118,7 +117,7 @@ def written_in_place(
 
 
 def _writes(section: Section, same: Callable[[Atom], Atom]) -> list[_Write]:
-    """Return what is written over arrays of which the section reads rows."""
+    """Return the writes over arrays of which the section reads rows."""
     found = [
         _Write(section.scanned[row], _compat.new_var(array.aval), part, None, array)
         for array, (part, row) in section.over.items()
@@ -138,7 +137,7 @@ def _writes(section: Section, same: Callable[[Atom], Atom]) -> list[_Write]:
 
 
 def _needed_besides(section: Section, writes: Sequence[_Write]) -> set[jex.Var]:
-    """Return what is needed for anything but results that are written over."""
+    """Return the values that are needed for anything but results that overwrite arrays."""
     written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
     needed = (
         set(_compat.variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()])) - written
@@ -159,8 +158,8 @@ def _read_rows(
     *,
     materialises_eagerly: bool,
 ) -> set[jex.Var]:
-    """Read parts of arrays, of what is written over from the carry; held behind a barrier those that the iteration's
-    own work needs, which are returned with what else it needs.
+    """Read parts of arrays, from the carry if they are overwritten, and behind a barrier if the iteration's other work
+    needs them too; return these and the other values that this work needs.
     """
     carried = {v: write.carried for write in writes for v in (write.carried, same(write.start))}
     parts = [(v, a, place()) for v, a in section.scanned.items() if same(a) in carried]
@@ -175,7 +174,7 @@ def _read_rows(
         held = v in own and same(a) in carried
         array = carried.get(
             same(a), before_barrier(a)
-        )  # what an earlier loop wrote over is another array by now
+        )  # an array that an earlier loop has overwritten has a new name
         read = append(reads, row_at, (array, index), loop.eqn, None if held else v)
         if held:
             reads.append(_compat.barrier([read], [v], loop.eqn.source_info))
@@ -187,8 +186,8 @@ def _read_rows(
 def _written_together(
     section: Section, own: set[jex.Var], writes: Sequence[_Write], loop: Loop
 ) -> dict[Any, Any]:
-    """Append barriers for results that are made of the same rows, none of which the iteration's own work needs; what
-    results are called behind them.
+    """Append barriers for results that depend on the same rows, unless the iteration's other work needs them; return
+    the names of these results behind the barriers.
     """
     carried = {write.carried for write in writes}
     made_of: dict[Any, frozenset[Any]] = {}
@@ -222,13 +221,13 @@ def read_late(
 ) -> None:
     """Read the rows of a section in the stages that need them.
 
-    **Arguments:** `written` the arrays that the iteration writes; `own` what it needs for anything but that; `place`
-    makes a variable for the iteration's index; `same` gives a variable the name that it had before it passed any
+    **Arguments:** `written` the arrays that the iteration writes; `own` the values that it needs for anything else;
+    `place` returns a variable for the iteration's index; `same` maps a variable to its name before it passed any
     barrier.
     """
     every = _rows(section)
     rows = {v: row for v, row in every.items() if same(row[0]) not in written}
-    passed: dict[Any, Any] = {}  # what passes barriers -> its name before
+    passed: dict[Any, Any] = {}  # name behind barriers -> name before
     for eqn in filter(is_barrier, section.eqns):
         pairs = zip(eqn.invars, eqn.outvars, strict=True)
         passed.update((v, passed.get(a, a)) for a, v in pairs if not _compat.is_literal(a))
@@ -245,7 +244,7 @@ def read_late(
         return
     found: list[Any] = []
     index_of = {index: index for _, index in where.values()}  # its name behind the last barrier
-    names: dict[Any, Any] = {}  # row -> its name there
+    names: dict[Any, Any] = {}  # row -> its name behind the last barrier, once it is read
 
     def read(atom: Atom) -> Atom:
         row = None if _compat.is_literal(atom) else passed.get(atom, atom)
@@ -282,8 +281,8 @@ def read_late(
 
 @mechanism("rows read late", off=lambda *_: set())
 def _late(section: Section, rows: Collection[jex.Var], passed: Mapping[jex.Var, Atom]) -> set[jex.Var]:
-    """Return the rows that are read behind a barrier. **Arguments:** `passed` the names before it of what
-    passes one.
+    """Return the rows that are read behind a barrier. **Arguments:** `passed` the names before barriers of values that
+    pass one.
     """
     found: set[Any] = set()
     behind = False
@@ -296,7 +295,7 @@ def _late(section: Section, rows: Collection[jex.Var], passed: Mapping[jex.Var, 
 
 
 def _rows(section: Section) -> dict[Any, tuple[Any, Any]]:
-    """Return the rows that the section reads: the array of each, and the index, None for the iteration's own."""
+    """Return the array and the index of each row that the section reads; the index is None for the iteration's own."""
     parts = [eqn for eqn in section.eqns if eqn.primitive is PART]
     indices = {eqn.invars[1] for eqn in parts}
     scanned = {v: (array, None) for v, array in section.scanned.items() if v not in indices}

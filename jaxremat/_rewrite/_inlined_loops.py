@@ -1,4 +1,4 @@
-"""Flat program -> the same with its loops inlined, equals merged, and attention without its matrix of scores."""
+"""Flat program -> the same with loops inlined, equal equations merged, and attention without its matrix of scores."""
 
 import operator
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from ._sinking import sink_into
 
 
 def inline_loops(program: FlatProgram, inliner: Inliner, *, inner: bool) -> FlatProgram:
-    """Inline the loops of a program that `inliner` has made.
+    """Inline the loops of a program that `inliner` produced.
 
-    **Arguments:** `inner` whether pairs inside of pairs are too.
+    **Arguments:** `inner` whether to inline pairs inside pairs too.
     """
     opened = open_loops(program, inliner)
     if not opened.loops:
@@ -31,10 +31,10 @@ def inline_loops(program: FlatProgram, inliner: Inliner, *, inner: bool) -> Flat
 
 
 def attended(program: FlatProgram, places: Mapping[Pattern, Places] | None, how: int) -> FlatProgram:
-    """Do attention without its matrix of scores, on one device in the bodies of loops that are not inlined too.
+    """Run attention without its matrix of scores; on one device also in the bodies of loops that are not inlined.
 
-    **Arguments:** `places` on several devices where those are that may be done so, None on one; `how` as in a
-    `Variant`: 1 in parts, 2 in kernels.
+    **Arguments:** `places` on several devices the places where this is possible, None on one; `how` as in a `Variant`:
+    1 in parts, 2 in kernels.
     """
     made = attending(program.closed, program.scopes, program.alive, kernels=how > 1, places=places)
     before, eqns = made.closed.jaxpr.eqns, list(made.closed.jaxpr.eqns)
@@ -47,14 +47,14 @@ def attended(program: FlatProgram, places: Mapping[Pattern, Places] | None, how:
 
 
 def closed_loop(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-    """Return the body of a loop that is not inlined, flat."""
+    """Return the flat body of a loop that is not inlined."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return None
     return Inliner().program(eqn.params["jaxpr"])
 
 
 def _attended_inside(eqn: jex.JaxprEqn, how: int) -> Any | None:
-    """Return a loop that is not inlined, with attention so in its body; None of one that has none."""
+    """Return a loop that is not inlined, with attention rewritten in its body; None if it has none."""
     if (body := closed_loop(eqn)) is None:
         return None
     made = attended(FlatProgram.of(body), None, how)
@@ -66,7 +66,7 @@ def _attended_inside(eqn: jex.JaxprEqn, how: int) -> Any | None:
 
 
 def merged_equals(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Compute equals once, within a loop and its pair: what the backward loop repeats it may as well read."""
+    """Merge equal equations within a loop and its pair: the backward loop may read a value instead of repeating it."""
     equals = Equals(inliner)
     loop_of: list[int] = []
     for eqn, own in zip(program.eqns, program.loop_of, strict=True):

@@ -1,9 +1,9 @@
-"""Pairs of scans inside of pairs of loops -> inlined as well.
+"""Pairs of scans inside pairs of loops -> inlined as well.
 
-An iteration of the outer backward loop runs the inner forward scan again, whose results it has then for itself: of the
-outer forward loop it wants no more than what goes into that scan. It is as if the inner scan had a `jax.checkpoint`
-around it, which it often has. What such loops read of the outer forward loop they read by a name of the loop around
-them, so that where it is recomputed, it is recomputed there, once for all inner iterations.
+An iteration of the outer backward loop runs the inner forward scan again and has its results, so it only needs that
+scan's operands from the outer forward loop, as if the inner scan had a `jax.checkpoint` (as it often does). The inner
+loops read values of the outer forward loop by a name of the loop around them: if such a value is recomputed, then
+there, once for all inner iterations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from ._loop_inlining import Opener, operands, pairs
 def inner_pairs(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> dict[int, int]:
-    """Return for each inner backward scan the inner forward scan that it reads, by index, the outer ones inlined."""
+    """Return for each inner backward scan the index of its inner forward scan; the outer loops are inlined."""
     found: dict[int, int] = {}
     for loop in loops:
         if loop.role == BACKWARD:
@@ -38,7 +38,7 @@ def inner_pairs(
 
 
 def fewer_nbytes(eqns: Sequence[jex.JaxprEqn], forward_of: Mapping[int, int]) -> int:
-    """Return what the forward scans of these inner pairs stack for one outer iteration, but for their carries."""
+    """Return the bytes that the forward scans of inner pairs stack for one outer iteration, without carries."""
     stacked = 0
     for b, f in forward_of.items():
         read = set(operands(eqns[b])[2])
@@ -48,7 +48,7 @@ def fewer_nbytes(eqns: Sequence[jex.JaxprEqn], forward_of: Mapping[int, int]) ->
 
 
 def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Inline the inner pairs of a program whose loops are inlined."""
+    """Inline the inner pairs of a program with inlined loops."""
     jaxpr, loop_of, loops = program.closed.jaxpr, program.loop_of, program.loops
     forward_of = inner_pairs(jaxpr.eqns, loop_of, loops)
     opener = Opener(inliner, {}, list(loops))
@@ -56,7 +56,7 @@ def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     named: dict[tuple[int, Any], Any] = {}  # by loop and variable of the outer forward loop
 
     def here(eqn: jex.JaxprEqn, i: int) -> Any:
-        """Return the inner scan, with what it reads of the forward loop called by names of this one."""
+        """Return the inner scan, with values of the forward loop renamed to names in this one."""
 
         def name(a: Atom) -> Any:
             if _compat.is_literal(a) or made_in.get(a) != loops[i].group:
@@ -78,6 +78,6 @@ def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
         copy = here(forward.replace(outvars=list(again.values())), own)
         number = opener.open(copy, FORWARD, None, own)
         opener.open(here(_compat.renamed(eqn, again), own), BACKWARD, number, own)
-    # The outer forward scans stack no more what only their copies are read for.
+    # The outer forward scans need not stack results of inner scans that now only the copies compute.
     opener.eqns = without_unread(opener.eqns, jaxpr.outvars, {"scan"})
     return opener.program(program)

@@ -1,10 +1,12 @@
-"""What is known, equations -> what follows: forward where operands are known, by the inverse where results are.
+"""Known values, equations -> the values that follow: results from known operands, and operands from known results by
+the inverse.
 
-Couplings are undone so: of `y1 = x1 + f(x2)` and `y2 = x2 + g(y1)` the results give first `g(y1)`, then `x2`, `f(x2)`
-and `x1`. The same undoes steps of affine flows (`y = x * exp(s) + t`), and what splits, joins, permutes or squeezes
-arrays. No structure is looked for: each equation says what of it follows from what.
+Couplings are undone in this way: from the results of `y1 = x1 + f(x2)` and `y2 = x2 + g(y1)` first `g(y1)` follows,
+then `x2`, `f(x2)` and `x1`. So are steps of affine flows (`y = x * exp(s) + t`), and equations that split, join,
+permute or squeeze arrays. No structure is searched for: each equation tells which of its values follow from others.
 
-Law: in exact arithmetic what follows is what it was. In floats sums are rounded, and a difference is not the summand.
+Invariant: in exact arithmetic, a value that follows equals the original. In floats sums are rounded, and a difference
+is not exactly the summand.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,20 +29,20 @@ _SIGN_KEPT = frozenset(
         "slice", "split", "sqrt", "square", "squeeze", "transpose",
     }
 )  # fmt: skip
-"""Of positive numbers these make positive ones."""
+"""Primitives with positive results for a positive operand."""
 
 _OF_TWO = frozenset({*SUMS, "sub", "mul", "div"})
 
 _OF_POSITIVE = frozenset({"add", "div", "mul", "min"})
-"""Of two positive numbers too."""
+"""Primitives with positive results for two positive operands."""
 
 
 class Following:
-    """What follows from what is known, by equations that are handed over one by one, in any order.
+    """The values that follow from known ones, by equations that are added one by one, in any order.
 
-    **Arguments:** `maker` the equation that makes a variable, None where none is known.
+    **Arguments:** `maker` returns the equation of a variable, or None.
 
-    **Fields:** `name` what variables that are known are called; `eqns` the equations that make them, in order.
+    **Fields:** `name` the new names of known variables; `eqns` the equations that compute them, in order.
     """
 
     def __init__(self, maker: Callable[[jex.Var], jex.JaxprEqn | None]):
@@ -51,13 +53,13 @@ class Following:
         self._slices: dict[Any, list[Any]] = {}
 
     def know(self, names: Mapping[jex.Var, Atom]) -> None:
-        """Take variables for known, under these names."""
+        """Add known variables, with their names."""
         for v, name in names.items():
             self.name.setdefault(v, name)
         self._follow([eqn for v in names for eqn in self._about.get(v, ())])
 
     def learn(self, eqn: jex.JaxprEqn) -> None:
-        """Take an equation for true."""
+        """Add an equation."""
         if not is_repeatable(eqn):
             return
         for v in dict.fromkeys(_compat.variables([*eqn.invars, *eqn.outvars])):
@@ -67,7 +69,7 @@ class Following:
         self._follow([eqn])
 
     def needed(self, wanted: Iterable[Atom], start: int = 0) -> list[jex.JaxprEqn]:
-        """Return of the equations from that one on those that make these variables."""
+        """Return those of the equations from `start` on that compute these variables."""
         needed = {self.name[v] for v in wanted}
         kept = []
         for eqn in reversed(self.eqns[start:]):
@@ -77,7 +79,7 @@ class Following:
         return kept[::-1]
 
     def read(self, atom: Atom) -> Atom:
-        """Return what a variable that is known is called; a literal as it is."""
+        """Return the name of a known variable; a literal unchanged."""
         return atom if _compat.is_literal(atom) else self.name[atom]
 
     def _is_known(self, atom: Atom) -> bool:
@@ -90,7 +92,7 @@ class Following:
                 waiting.extend(self._about.get(v, ()))
 
     def _forward(self, eqn: jex.JaxprEqn) -> list[jex.Var]:
-        """Return what becomes known of an equation's results."""
+        """Return the results of an equation that become known."""
         new = [v for v in eqn.outvars if v not in self.name]
         if not new or not all(map(self._is_known, eqn.invars)):
             return []
@@ -100,7 +102,7 @@ class Following:
         return new
 
     def _backward(self, eqn: jex.JaxprEqn) -> list[Atom]:
-        """Return what becomes known of its operands."""
+        """Return the operands of an equation that become known."""
         unknown = [i for i, a in enumerate(eqn.invars) if not self._is_known(a)]
         if not unknown or not any(v in self.name for v in eqn.outvars):
             return []
@@ -121,13 +123,13 @@ class Following:
         return v
 
     def _parts(self, eqn: jex.JaxprEqn, unknown: Sequence[int]) -> list[Atom]:
-        """Return the operands of a concatenation, of which its result is known."""
+        """Return the operands of a concatenation with a known result."""
         axis, (y,) = eqn.params["dimension"], eqn.outvars
         ends = np.cumsum([shaped(a).shape[axis] for a in eqn.invars])
         found = []
         for i in unknown:
             a = eqn.invars[i]
-            if a in self.name:  # it is there twice
+            if a in self.name:  # it is an operand twice
                 continue
             start = int(ends[i]) - shaped(a).shape[axis]
 
@@ -138,7 +140,7 @@ class Following:
         return found
 
     def _whole(self, x: Atom) -> list[Atom]:
-        """Return an array all of whose slices along one dimension are known."""
+        """Return an array if all of its slices along one dimension are known."""
         shape = shaped(x).shape
         known = [eqn for eqn in self._slices.get(x, ()) if eqn.outvars[0] in self.name]
         for axis, size in enumerate(shape):
@@ -160,8 +162,8 @@ class Following:
         return []
 
     def _inverse(self, eqn: jex.JaxprEqn, i: int) -> Callable[..., Any] | None:
-        """Return what makes an operand of all results and the other operands, in order; None where these do
-        not tell.
+        """Return the function from all results and the other operands, in order, to an operand; None if these do not
+        determine it.
         """
         name, a, y = eqn.primitive.name, shaped(eqn.invars[i]), shaped(eqn.outvars[0])
         if name in _OF_TWO:
@@ -183,7 +185,7 @@ class Following:
         return None
 
     def _of_two(self, eqn: jex.JaxprEqn, name: str, i: int) -> Callable[..., Any] | None:
-        """Return the same of a sum, a difference, a product or a ratio."""
+        """Return the same for a sum, a difference, a product or a ratio."""
         if name in SUMS:
             return _entrywise(lax.sub)
         if name == "sub":
@@ -197,7 +199,7 @@ class Following:
         return _entrywise(lax.mul) if i == 0 else _entrywise(lambda y, a: lax.div(a, y))
 
     def _is_positive(self, atom: Atom) -> bool:
-        """Return whether all numbers of an array are greater than zero, but for what is too small for a float."""
+        """Return whether all numbers of an array are positive, except for underflow."""
         if _compat.is_literal(atom):
             return bool(np.all(np.asarray(atom.val) > 0))
         if (eqn := self._maker(atom)) is None:
@@ -213,7 +215,7 @@ class Following:
 
 
 def _entrywise(fn: Callable[..., object]) -> Callable[..., Any]:
-    """Return the same of an array and one like it, or one that is spread over it."""
+    """Return a function of two arrays that broadcasts the second to the shape of the first."""
 
     def spread(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return lax.broadcast_in_dim(a, shape, range(len(shape) - a.ndim, len(shape)))
@@ -222,6 +224,6 @@ def _entrywise(fn: Callable[..., object]) -> Callable[..., Any]:
 
 
 def _holds(dtype: DType, other: DType) -> bool:
-    """Return whether a type of floats has all numbers of another."""
+    """Return whether one type of floats can represent all numbers of another."""
     both = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(other, jnp.floating)
     return both and jnp.promote_types(dtype, other) == dtype

@@ -1,41 +1,41 @@
-"""Equation -> equations of which the compiler makes better kernels, where it is known to make poor ones.
+"""Equation -> equations that compile to better kernels, for equations that are known to compile to poor ones.
 
-Law: the same result, up to rounding. They stand in every planned step, whatever its plan, forward and backward.
+Invariant: the same result, up to rounding. The replacements are in every planned step, whatever its plan, forward and
+backward.
 
 - XLA:CPU computes the gradient of a depthwise convolution as one of all channels with all, see `summed`.
-- XLA:CPU makes a cotangent that is pointwise work on others in each kernel that reads it, see `_cotangent_chains`.
-- Compilers make pointwise work anew in a kernel that selects and in one that compares with that, see `_selections`.
-- XLA:GPU recognises a transposed convolution by its reversed kernel, as automatic differentiation writes it; without
-  that it spreads the operand out between zeros, in memory, and convolves those too.
-- XLA:GPU scatters the gradient of reading one entry of each row into a copy of the rest, see `compared`: in
-  bodies of loops that are compiled as they stand too.
+- XLA:CPU recomputes a cotangent that is pointwise in others in each kernel that reads it, see `_cotangent_chains`.
+- Compilers recompute pointwise operands both in a kernel that selects and in one that compares, see `_selections`.
+- XLA:GPU recognises a transposed convolution by its reversed kernel, as automatic differentiation writes it. Without
+  that it writes the operand to memory with zeros between its entries, and convolves those too.
+- XLA:GPU scatters the gradient of reading one entry of each row into a copy of the rest, see `compared`; also in loop
+  bodies that are compiled unchanged.
 
-Gradient of reading one entry of each row -> a comparison of places, and not a scatter.
+Gradient of reading one entry of each row -> a comparison of positions instead of a scatter.
 
-A cross entropy reads the one entry of a row of logits that its label names. JAX's gradient of that read scatters into
-zeros, and XLA:GPU scatters into the other part of the logits' cotangent, in an array beside them that it copies first.
-Where the place of each entry is compared with the label, the gradient is pointwise work that its readers absorb: on an
-H100 a head of 128,256 words and 8,192 tokens in bf16 needs a third of the memory and 15 % less time, whatever the plan.
+A cross entropy reads one entry of each row of logits, at its label. JAX's gradient of that read scatters into zeros,
+and XLA:GPU scatters into the other part of the logits' cotangent, in a separate array that it copies first. If the
+position of each entry is compared with the label, the gradient is pointwise, and its readers absorb it: on an H100 a
+head of 128,256 words and 8,192 tokens in bf16 needs a third of the memory and 15 % less time, whatever the plan.
 
-Invariant: the same values, bit by bit. A place outside of its row has none, or is moved to the row's end, as the
-scatter's mode says.
+Invariant: the same values, bit by bit. A position outside its row is ignored or clipped, as the scatter's mode says.
 
-Gradient of a depthwise convolution's kernel -> sums over the batch, one for each place in the kernel.
+Gradient of a depthwise convolution's kernel -> sums over the batch, one for each position in the kernel.
 
-XLA:CPU has no kernel for it: it convolves every channel with every other, in memory channels squared times the size of
-the result, and takes the diagonal. Each place of the kernel is a sum of products of a window of the operand with the
-cotangent. XLA:CPU copies the window for that, and where the sums stand one behind the other it copies all windows
-first: a loop has one at a time.
+XLA:CPU has no kernel for it: it convolves every channel with every other, in memory of channels squared times the
+result's size, and takes the diagonal. Each position of the kernel is a sum of products of a window of the operand with
+the cotangent. XLA:CPU copies the window for that; if the sums are separate equations, it copies all windows first, so
+they run in a loop.
 
 Convolutions in bodies of loops and branches -> the same with the batch first and the channels last, or as sums.
 
-XLA:CPU has fast kernels on several threads for convolutions in that order alone. It transposes the operands of others
+XLA:CPU has fast kernels on several threads for convolutions in that order only. It transposes the operands of others
 into it, but in the program's entry computation only (`ConvCanonicalization`). In a loop's body the gradient of a
 convolution's kernel, which convolves with batch and channels exchanged, was 7 to 95 times slower than outside: 51 to 55
-times for sixteen images of 32 x 32 x 16, and 1.3 times in this order (jax 0.10.2, 2 cores of an AMD EPYC). Gradients
-of depthwise kernels are sums in bodies too (see `summed`).
+times for sixteen images of 32 x 32 x 16, and 1.3 times in this order (jax 0.10.2, 2 cores of an AMD EPYC). Gradients of
+depthwise kernels are sums in bodies too (see `summed`).
 
-Invariant: the same sums of the same products. Operands and result are transposed, as XLA does it outside of loops.
+Invariant: the same sums of the same products. Operands and result are transposed, as XLA does it outside loops.
 """
 
 import math
@@ -63,7 +63,7 @@ from ._selections import is_marked
 
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
-    """Return which equations have such an implementation for this compiler."""
+    """Return a function that tells which equations this compiler needs replaced."""
     return partial(_is_replaced, backend.fuses_reductions)
 
 
@@ -75,7 +75,7 @@ def _is_replaced(fuses_reductions: bool, eqn: jex.JaxprEqn) -> bool:
 
 
 def inline(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
-    """Return the equations in place of one that is to be replaced."""
+    """Return the equations that replace one."""
     if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)
     if is_depthwise_gradient(eqn):
@@ -84,13 +84,13 @@ def inline(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 
 
 def with_bodies_replaced(eqn: jex.JaxprEqn, backend: Backend) -> jex.JaxprEqn:
-    """Return an equation that is compiled alone, with these implementations in its bodies."""
+    """Return an equation that is compiled by itself, with the replacements in its bodies."""
     made = inline(eqn) if replaced(backend)(eqn) else [eqn]
     return made[0] if len(made) == 1 else eqn
 
 
 def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
-    """Return the proof that programs compute what this one does, which knows these implementations."""
+    """Return the proof that programs compute the same as this one, with these replacements taken into account."""
 
     def meant(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
         own = compared(eqn) if is_of_entries(eqn) else implementation(eqn)
@@ -100,7 +100,7 @@ def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
 
 
 def is_transposed(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is a transposed convolution of the forward pass."""
+    """Return whether an equation is a transposed convolution of the forward pass."""
     if eqn.primitive.name != "conv_general_dilated" or is_backward(eqn):
         return False
     params = eqn.params
@@ -110,8 +110,8 @@ def is_transposed(eqn: jex.JaxprEqn) -> bool:
 
 
 def reversed_twice(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
-    """Return the convolution's function with a kernel that is reversed, and in a way that the compiler cannot undo was
-    so before.
+    """Return the convolution's function with its kernel reversed twice, with a barrier between: the compiler must not
+    cancel the two.
     """
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -123,11 +123,11 @@ def reversed_twice(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
 
 
 def has_entry_gradient(eqn: jex.JaxprEqn, *, late: bool = False) -> bool:
-    """Return whether it is such a gradient, or has one in its bodies.
+    """Return whether an equation is such a gradient, or has one in its bodies.
 
-    What a forward pass scatters may be one entry of each row of an array that is there anyway: it stays.
+    A forward pass may scatter one entry of each row into an existing array: this stays a scatter.
 
-    **Arguments:** `late` whether it is in a body of the backward pass: names of bodies do not say so.
+    **Arguments:** `late` whether it is in a body of the backward pass: names within bodies do not tell.
     """
     late = late or is_backward(eqn)
     inner = (each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns)
@@ -135,7 +135,7 @@ def has_entry_gradient(eqn: jex.JaxprEqn, *, late: bool = False) -> bool:
 
 
 def by_comparison(eqn: jex.JaxprEqn, *, late: bool = False) -> list[jex.JaxprEqn]:
-    """Return such a gradient as a comparison, and another equation with those in its bodies as such."""
+    """Return such a gradient as a comparison, and any other equation with those in its bodies replaced."""
     late = late or is_backward(eqn)
     if late and is_of_entries(eqn):
         return in_place_of(eqn, compared(eqn))
@@ -144,7 +144,7 @@ def by_comparison(eqn: jex.JaxprEqn, *, late: bool = False) -> list[jex.JaxprEqn
 
 
 def is_of_entries(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it adds one number to each row of an array, along one dimension."""
+    """Return whether an equation adds one number to each row of an array, along one dimension."""
     if not is_scattered(eqn):
         return False
     if any(_compat.is_literal(a) or on_mesh(a.aval) or _compat.varying_axes(a) for a in eqn.invars):
@@ -159,7 +159,7 @@ def is_of_entries(eqn: jex.JaxprEqn) -> bool:
 
 
 def compared(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
-    """Return the equation's function, as a choice in each place."""
+    """Return the equation's function, as a selection at each position."""
     (axis,) = map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)
     clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
 
@@ -181,11 +181,11 @@ def compared(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
 
 
 MOST_PLACES = 64
-"""Kernels of more are left as they are; 7 x 7 has 49."""
+"""The most positions of a kernel that is replaced; 7 x 7 has 49."""
 
 
 def is_depthwise_gradient(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is a convolution of as many groups as its operand has in the batch, with a small result."""
+    """Return whether an equation is a convolution with as many groups as its operand's batch, and a small result."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     params, shape = eqn.params, shaped(eqn.invars[0]).shape
@@ -196,7 +196,7 @@ def is_depthwise_gradient(eqn: jex.JaxprEqn) -> bool:
 
 
 def summed(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
-    """Return the equation's function as a loop of such sums."""
+    """Return the equation's function as a loop over such sums."""
     params, out = eqn.params, shaped(eqn.outvars[0])
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     groups_axis, groups = lhs_spec[0], params["batch_group_count"]
@@ -227,6 +227,7 @@ def summed(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
             window = jnp.expand_dims(jax.lax.slice(window, start, reach, step), groups_axis + 1)
             return jnp.sum(window.astype(wide) * aligned.reshape(shape).astype(wide), axis=others)
 
+        # A loop copies one window at a time.
         sums = jax.lax.map(at, jnp.arange(math.prod(places)))
         found = jnp.moveaxis(sums, 0, -1).reshape(1, -1, *places).astype(out.dtype)
         return jnp.transpose(found, np.argsort(out_spec).tolist())
@@ -235,11 +236,11 @@ def summed(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
 
 
 _TYPES = ("bfloat16", "float16", "float32")
-"""Of the numbers that XLA:CPU has such kernels for."""
+"""The types for which XLA:CPU has such kernels."""
 
 
 def canonical_in_bodies(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the program, or the same one where there is no such convolution."""
+    """Return the program with such convolutions replaced; the same object if it has none."""
     return _rewritten(closed, inside=False)
 
 
@@ -253,14 +254,14 @@ def _rewritten(closed: jex.ClosedJaxpr, *, inside: bool) -> jex.ClosedJaxpr:
 
 
 def implementation(eqn: jex.JaxprEqn) -> Callable[..., jax.Array] | None:
-    """Return the function that does a convolution with XLA:CPU's fast kernels, None where it needs none."""
+    """Return the function that computes a convolution with XLA:CPU's fast kernels, or None if it needs none."""
     if is_depthwise_gradient(eqn):
         return summed(eqn)
     return canonical(eqn) if is_transposed_convolution(eqn) else None
 
 
 def is_transposed_convolution(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is a convolution in another order that XLA:CPU has a kernel for in its own."""
+    """Return whether an equation is a convolution that XLA:CPU has a kernel for, but in another order."""
     if eqn.primitive.name != "conv_general_dilated" or eqn.params["batch_group_count"] != 1:
         return False
     rank = shaped(eqn.invars[0]).ndim
@@ -269,18 +270,18 @@ def is_transposed_convolution(eqn: jex.JaxprEqn) -> bool:
 
 
 def _order(rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return XLA:CPU's order, as `ConvDimensionNumbers` have it: batch, channels, pixels."""
+    """Return XLA:CPU's preferred order as in `ConvDimensionNumbers`: batch, channels, pixels."""
     images = (0, rank - 1, *range(1, rank - 1))
     return images, (rank - 1, rank - 2, *range(rank - 2)), images
 
 
 def canonical(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
-    """Return the convolution's function in XLA:CPU's order, with transposes around it."""
+    """Return the convolution's function in XLA:CPU's preferred order, with transposes around it."""
     numbers = eqn.params["dimension_numbers"]
     order = _order(shaped(eqn.invars[0]).ndim)
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
-        # the axis that is to stand at `there` is the one that is meant by the number in the same place
+        # `axis` comes from the axis that is at its position of `there` in `own`
         operand, kernel = (
             jax.lax.transpose(array, [own[there.index(axis)] for axis in range(len(own))])
             for array, own, there in zip((operand, kernel), numbers, order, strict=False)

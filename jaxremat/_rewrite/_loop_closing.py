@@ -1,13 +1,14 @@
-"""Sections of equations -> scans again; the inverse of `_loop_inlining.open_loops`, for any plan of what is inside.
+"""Sections of equations -> scans again; the inverse of `_loop_inlining.open_loops`, for any plan of an iteration.
 
-A section becomes one scan, in the place of its last equation. What it reads of another section of its group is stacked
-there and scanned over here; what it reads from outside is a constant of its body. Law: closing what was merely opened
-gives the program that was there before, with the same stacked values.
+A section becomes one scan, at the position of its last equation. Values that it reads from another section of its group
+are stacked there and scanned over here; values from outside are constants of its body. Invariant: closing the loops
+that were just inlined gives the original program, with the same stacked values.
 
-Scan that stacks results -> the same scan, whose buffers for them are not begun before its operands are there.
+Scan that stacks results -> the same scan, with buffers that exist only once its operands do.
 
-XLA:CPU makes the arrays that a loop stacks into of zeros, for which nothing has to wait: those of all loops at the
-beginning of the step. Here they are carries, made of a zero that has passed a barrier with the scan's operands.
+XLA:CPU starts the arrays that a loop stacks into as zeros, which wait for nothing: those of all loops are in memory
+from the beginning of the step. Here they are carries, which start as a zero that has passed a barrier with the scan's
+operands.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,9 +37,9 @@ def close_loops(
     *,
     materialises_eagerly: bool = True,
 ) -> list[jex.JaxprEqn]:
-    """Return flat equations with scans in the place of sections.
+    """Return flat equations with scans in place of sections.
 
-    **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
+    **Arguments:** `loop_of` the loop of each equation, -1 for none; the equations of a loop are contiguous.
     """
     return [
         eqn for eqn, _ in closed_within(eqns, loop_of, loops, -1, materialises_eagerly=materialises_eagerly)
@@ -53,11 +54,11 @@ def closed_within(
     *,
     materialises_eagerly: bool = True,
 ) -> list[tuple[jex.JaxprEqn, int]]:
-    """Return flat equations and their loops, with scans in the place of the sections within one loop, -1 for the
+    """Return flat equations and their loops, with scans in place of the sections within loop `around`, -1 for the
     program.
     """
     behind_barrier = before_barriers(eqns)
-    before = dict(behind_barrier)  # and before a loop wrote over rows of them
+    before = dict(behind_barrier)  # also maps variables to their names before a loop overwrote rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
     inside = {i for i in loop_of if i >= 0 and around in (*within(i, loops)[1:], -1)}
     for loop in sorted(inside, key=lambda i: (-len(within(i, loops)), i)):
@@ -68,9 +69,9 @@ def closed_within(
 def scan_of(
     section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[jex.Var, Atom], *, materialises_eagerly: bool
 ) -> jex.JaxprEqn:
-    """Return the scan that a section becomes where no other hands it anything: what it reads of others are constants.
+    """Return the scan of a section that shares no slices with another: all values from outside are constants.
 
-    **Arguments:** `before` as by `before_barriers`.
+    **Arguments:** `before` as returned by `before_barriers`.
     """
     found = _sorted(section)
     written_in_place(
@@ -80,13 +81,13 @@ def scan_of(
 
 
 def before_barriers(eqns: Sequence[jex.JaxprEqn]) -> dict[jex.Var, Atom]:
-    """Return what variables were before a barrier."""
+    """Return the name that each variable had before a barrier."""
     barriers = (eqn for eqn in eqns if is_barrier(eqn))
     return {v: a for eqn in barriers for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
 
 
 def name_before(before: dict[jex.Var, Atom]) -> Callable[[Atom], Atom]:
-    """Return what gives a variable its first name."""
+    """Return a function that maps a variable to its first name."""
 
     def same(atom: Atom) -> Atom:
         while not _compat.is_literal(atom) and atom in before:
@@ -99,9 +100,9 @@ def name_before(before: dict[jex.Var, Atom]) -> Callable[[Atom], Atom]:
 def without_unread(
     eqns: Sequence[jex.JaxprEqn], results: Sequence[Atom], kinds: Collection[str] = ("cond", "shard_map")
 ) -> list[jex.JaxprEqn]:
-    """Return the equations, those of these kinds without results that nobody reads, nor what they make only those of.
+    """Return the equations, with those of these kinds reduced to results that are read and the equations for these.
 
-    A plan that drops what such a one hands to the backward pass reads it in a clone, which need not make the rest.
+    A plan that drops a result for the backward pass recomputes it in a clone, which need not compute the other results.
     """
     read = {a for a in results if not _compat.is_literal(a)}
     found = []
@@ -128,7 +129,7 @@ def _closed(
     behind_barrier: dict[jex.Var, Atom],
     materialises_eagerly: bool,
 ) -> list[_Item]:
-    """Return the items with one loop's section as a scan of the loop around it."""
+    """Return the items with one loop's section replaced by a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
     if at[-1] - at[0] + 1 != len(at):
         raise AssertionError(f"the equations of loop {loop.id} do not stand together")
@@ -170,8 +171,8 @@ def _sort(eqn: jex.JaxprEqn, section: Section) -> None:
 
 
 def _handed_on(items: list[_Item], section: Section, loop: Loop, other: int) -> list[_Item]:
-    """Return the items, where loop `other` reads slices of what the section's iterations make; the section stacks
-    that.
+    """Return the items, with slices where loop `other` reads values of the section's iterations; the section stacks
+    these.
     """
     made = {v: None for eqn in section.eqns for v in eqn.outvars}
     made.update((v, None) for _, v in section.carries.values())
@@ -213,7 +214,7 @@ _ZERO = _compat.literal(np.float32(0))
 
 @mechanism("stacks begun late", off=lambda _: 0)
 def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
-    """Return the bytes that a scan fills slice by slice; 0 of others, and where they cannot be carries."""
+    """Return the bytes that a scan fills slice by slice; 0 for other equations, and if they cannot be carries."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return 0
     stacks = list(map(shaped, eqn.outvars[_compat.scan_counts(eqn)[1] :]))
@@ -223,7 +224,7 @@ def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
 
 
 def begun_late(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
-    """Return the equations in place of such a scan: opened, and closed again with stacks that begin as that zero."""
+    """Return the equations that replace such a scan: inlined, and closed again with stacks that start as that zero."""
     given = list(dict.fromkeys(_compat.variables(eqn.invars)))
     zero = _compat.new_var(_ZERO.aval)
     behind = {a: _compat.new_var(a.aval) for a in given}

@@ -1,13 +1,13 @@
-"""Flat equations -> the same with loops inlined, so that what happens inside an iteration can be planned.
+"""Flat equations -> the same with loops inlined, so that the values of an iteration can be planned.
 
-An inlined scan becomes a *section* of equations: those of its body, for one iteration, and five kinds of others that
-connect the iteration to the rest,
+An inlined scan becomes a *section* of equations: those of its body, for one iteration, and five kinds that connect the
+iteration to the rest,
 
     scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
     scan_carry   init -> c               the carry at the start of this iteration
     scan_last    c' -> last              the carry at its end; after the loop, that of the last iteration
     scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is the slice that it
-                                         overwrites, or a zero, of which the array is made, and not before it
+                                         overwrites, or the zero from which, and not earlier, the array is filled
     scan_part    X[N, ...], i -> x[...]  the row of an array that nested checkpointing reads at an index
 
 while loop-invariant values are read directly. Two kinds of scans are inlined:
@@ -59,7 +59,7 @@ PART.def_abstract_eval(lambda x, _, *, length: jex.mapped_aval(length, 0, x))
 
 @dataclass
 class Section:
-    """What a section's equations are to the scan."""
+    """The roles of a section's values and equations in its scan."""
 
     carries: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (initial, in the body)
     lasts: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (in the body, behind the loop)
@@ -71,7 +71,7 @@ class Section:
 
 
 def open_loops(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Inline the loops of a flat program that `inliner` has made."""
+    """Inline the loops of a flat program that `inliner` produced."""
     opener = Opener(inliner, program.over)
     opener.run(program.eqns, -1, list(range(len(program.eqns))))
     return opener.program(program)
@@ -80,7 +80,7 @@ def open_loops(program: FlatProgram, inliner: Inliner) -> FlatProgram:
 class Opener:
     """Appends equations, and the sections of scans.
 
-    **Arguments:** `over` for stacked results the scanned-over array that they are written over; the `loops` there are.
+    **Arguments:** `over` for stacked results the scanned-over array that they overwrite; `loops` the existing ones.
     """
 
     def __init__(self, inliner: Inliner, over: Mapping[jex.Var, Atom], loops: Sequence[Loop] = ()):
@@ -93,7 +93,7 @@ class Opener:
         self.slices: dict[tuple[int, Any], Any] = {}  # (group, array) -> the variable of its slice
 
     def program(self, before: FlatProgram) -> FlatProgram:
-        """Return what has been appended of a program."""
+        """Return the program `before` with the equations appended so far."""
         jaxpr = before.closed.jaxpr
         closed = _compat.new_jaxpr(
             self.inliner.constvars, self.inliner.consts, jaxpr.invars, jaxpr.outvars, self.eqns
@@ -101,7 +101,7 @@ class Opener:
         return before.moved(closed, self.origin, self.loop_of, loops=tuple(self.loops))
 
     def add(self, eqn: jex.JaxprEqn, loop: int, origin: int = -1) -> None:
-        """Append an equation of a loop; `origin` its index before, -1 for a new one."""
+        """Append an equation of a loop; `origin` its old index, -1 for a new one."""
         self.eqns.append(eqn)
         self.loop_of.append(loop)
         self.origin.append(origin)
@@ -123,7 +123,7 @@ class Opener:
                 self.add(eqn, parent, origin[i])
 
     def open(self, eqn: jex.JaxprEqn, role: str, group: int | None, parent: int) -> int:
-        """Append the section of a scan; returns its loop's id."""
+        """Append the section of a scan; return its loop's id."""
         number = len(self.loops)
         group = number if group is None else group
         loop = Loop(number, group, eqn.params["length"], role, parent, eqn)
@@ -134,6 +134,7 @@ class Opener:
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
         body = with_row_batches(by_place(body))
+        # A body with both passes may contain pairs of loops.
         if role == UNPAIRED:
             once = Equals(self.inliner)
             for inner in body:
@@ -147,6 +148,7 @@ class Opener:
             if i < len(init):
                 self._edge(LAST, atom, loop, made, index=i)
             else:
+                # The backward section reads this variable, and the plan decides in which form.
                 self.slices[group, made] = atom
                 row = [self._slice(self.over[made], loop)] if made in self.over else []
                 self._edge(STACK, atom, loop, made, *row, index=i, length=loop.length)
@@ -181,7 +183,7 @@ def append(
     like: jex.JaxprEqn,
     made: jex.Var | None = None,
 ) -> jex.Var:
-    """Append the equations of a function of these arguments; returns its result, of the given name if any."""
+    """Append the equations of a function of these arguments; return its result, named `made` if given."""
     types = [
         a.aval if on_host(a.aval) else jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype)
         for a in arguments
@@ -193,12 +195,12 @@ def append(
 
 
 def row_at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the row of an array at an index that is not negative."""
+    """Return the row of an array at a non-negative index."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
 def row_written(array: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the array with another row at an index that is not negative."""
+    """Return the array with another row at a non-negative index."""
     return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
 
@@ -207,8 +209,8 @@ def _is_scan(eqn: jex.JaxprEqn) -> bool:
 
 
 def pairs(eqns: Sequence[jex.JaxprEqn]) -> dict[int, int]:
-    """Return for each backward scan the forward scan whose stacked results it scans over, by index; the last if
-    several. Not of pairs that are mere recurrences.
+    """Return for each backward scan the index of the forward scan whose stacks it scans over, the last if several.
+    Pairs that are mere recurrences are left out.
     """
     maker: dict[Any, int] = {}
     forward_of: dict[int, int] = {}
@@ -232,9 +234,9 @@ def _runs_backward(eqn: jex.JaxprEqn, forward: jex.JaxprEqn) -> bool:
 
 
 def _is_recurrence(forward: jex.JaxprEqn, backward: jex.JaxprEqn) -> bool:
-    """Return whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated
-    linear recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
-    None that `_nested_checkpointing` made is one: it reads rows of whole arrays, which only a loop inlined may.
+    """Return whether a pair is pointwise and stacks no more for the backward pass than it scans over, such as a gated
+    linear recurrence. An iteration then has nothing to choose, and the scan may run again as a whole. Pairs that
+    `_nested_checkpointing` created are none: they read rows of whole arrays, which only an inlined loop may.
     """
     if any(inner.primitive is PART for eqn in (forward, backward) for inner in inner_eqns(eqn)):
         return False
@@ -246,7 +248,5 @@ def _is_recurrence(forward: jex.JaxprEqn, backward: jex.JaxprEqn) -> bool:
 
 
 def _has_both_passes(eqn: jex.JaxprEqn) -> bool:
-    """Return whether a scan's body differentiates something: backward equations stand in it, and others before
-    them.
-    """
+    """Return whether a scan's body differentiates a function: it has backward equations, preceded by others."""
     return not is_backward(eqn) and any(map(is_backward, inner_eqns(eqn)))

@@ -8,10 +8,10 @@ that of `y`, because values beyond the limits stay on their side:
     y >= t, y < t  as  x >= t, x < t   if  low < t <= high
     y == t, y != t as  x == t, x != t  if  low < t < high
 
-Comparisons with NaN are false but for `!=`, and `max`, `min` and `clamp` pass NaN on; `-0.0` equals `0.0` everywhere.
+Comparisons with NaN are false except `!=`, and `max`, `min` and `clamp` pass NaN on; `-0.0` equals `0.0` everywhere.
 
-Law: every value of the step is bitwise unchanged, and equations keep their places. A mask reads the result if the
-backward pass has it in memory for a contraction, and needs nothing else from which the operand is computed: with batch
+Invariant: every value of the step is bitwise unchanged, and equations keep their positions. A mask reads the result if
+the backward pass has it in memory for a contraction, and reads no other value that the operand depends on: with batch
 normalisation in between, these values are kept in any case.
 """
 
@@ -31,15 +31,15 @@ from ._backward_equations import backward_equations
 from ._flat_program import FlatProgram, with_eqns
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
-"""The comparisons, and what they are with their operands exchanged."""
+"""Comparisons, and their equivalents with operands exchanged."""
 
 _LEAST_SHARE = 0.5
-"""What an operand is made of is worth freeing if it is at least this share of the operand."""
+"""The sources of an operand are worth freeing if they have at least this share of its bytes."""
 
 
 @dataclass(frozen=True)
 class _Clamped:
-    """What a value is: `min(max(operand, low), high)`; `operands` those values in between, the first of all last."""
+    """A value `min(max(operand, low), high)`; `operands` are the values in between, the original operand last."""
 
     low: float
     high: float
@@ -47,12 +47,12 @@ class _Clamped:
 
 
 def with_results(program: FlatProgram) -> FlatProgram:
-    """Let masks read results in place of operands that need not be kept then; `masked` has these operands."""
+    """Let masks read results instead of operands that then need not be kept; `masked` has these operands."""
     eqns, loop_of = program.eqns, program.loop_of
     in_backward = backward_equations(eqns, loop_of, program.loops)
     kept = _kept(eqns, in_backward)
     able: dict[int, tuple[Any, Any]] = {}  # index of a mask -> its operand, the result that it may read
-    results: dict[tuple[int, Any], list[tuple[Any, _Clamped]]] = {}  # loop, operand -> what it is clamped to
+    results: dict[tuple[int, Any], list[tuple[Any, _Clamped]]] = {}  # loop, operand -> its clamped values
     made: dict[Any, _Clamped] = {}
     for i, (eqn, loop) in enumerate(zip(eqns, loop_of, strict=True)):
         if (limits := _limits(eqn)) is not None:
@@ -85,7 +85,7 @@ def with_results(program: FlatProgram) -> FlatProgram:
 
 
 def _limits(eqn: jex.JaxprEqn) -> tuple[Any, float, float] | None:
-    """Return the operand that an equation clamps, and its limits; None where it does something else."""
+    """Return the operand that an equation clamps, and its limits, or None."""
     name = eqn.primitive.name
     if name in ("max", "min"):
         numbers = [_number(a) for a in eqn.invars]
@@ -104,7 +104,7 @@ def _limits(eqn: jex.JaxprEqn) -> tuple[Any, float, float] | None:
 
 
 def _compared(eqn: jex.JaxprEqn) -> tuple[Any, str, float] | None:
-    """Return what an equation compares with a number, and how; None where it does something else."""
+    """Return the operand that an equation compares with a number, the comparison and the number, or None."""
     name = eqn.primitive.name
     if name not in _MIRRORED:
         return None
@@ -118,7 +118,7 @@ def _compared(eqn: jex.JaxprEqn) -> tuple[Any, str, float] | None:
 
 
 def _number(atom: Atom) -> float | None:
-    """Return a real number that is written in the program; None for anything else, NaN too."""
+    """Return the real number that a literal holds; None for anything else, and for NaN."""
     if not _compat.is_literal(atom) or np.ndim(atom.val) or np.iscomplexobj(atom.val):
         return None
     exact = np.asarray(atom.val, shaped(atom).dtype).item()
@@ -127,7 +127,7 @@ def _number(atom: Atom) -> float | None:
 
 
 def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
-    """Return whether the comparison says of the clamped value what it says of the value itself."""
+    """Return whether the comparison gives the same for the clamped value as for the value itself."""
     low, high = clamped.low, clamped.high
     if kind in ("gt", "le"):
         return low <= number < high
@@ -137,7 +137,7 @@ def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
 
 
 def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[jex.Var]:
-    """Return what contractions and the like of the backward pass read, views of it looked through."""
+    """Return the values that contractions and the like of the backward pass read, directly or through views."""
     found: set[Any] = set()
     for eqn, is_backward in zip(reversed(eqns), reversed(in_backward), strict=True):
         if (is_backward and reads_memory(eqn)) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):
@@ -148,8 +148,8 @@ def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[jex.
 def _wanted(
     eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool], kept: set[jex.Var], masks: Collection[int]
 ) -> set[jex.Var]:
-    """Return what the backward pass reads of the forward pass, and what of that is fused is made of, these masks
-    left out.
+    """Return the values of the forward pass that the backward pass reads, and the operands of fused ones, without the
+    operands of these masks.
     """
     found: set[Any] = set()
     for i in reversed(range(len(eqns))):
@@ -163,7 +163,7 @@ def _wanted(
 def _frees(
     operand: Atom, wanted: set[jex.Var], kept: set[jex.Var], maker: Mapping[Atom, jex.JaxprEqn]
 ) -> bool:
-    """Return whether something large that the operand is made of is there for this mask alone."""
+    """Return whether a large value that the operand depends on is in memory only for this mask."""
     least = _LEAST_SHARE * aval_nbytes(operand.aval)
     stack, seen = [operand], {operand}
     while stack:

@@ -1,12 +1,11 @@
 """Jaxpr -> order of its equations in which gradients and updates are consumed as soon as they are complete.
 
-Automatic differentiation leaves all optimizer updates to the end, so that every gradient lives until there. Here
-*tail* equations, from which no contraction or loop is reachable any more (metrics, running statistics, weight-gradient
-reductions, the optimizer), run as soon as their last operand of the main line exists, and those that depend on
-arguments alone run just before their first reader. Contractions that feed nothing but the tail (weight gradients) go
-first among those that are ready. Everything else keeps its order. The result is a topological order that keeps
-those that run once (effects, draws) in sequence. The equations of a loop that is inlined stay together, ordered among
-themselves alike, its results last.
+Automatic differentiation leaves all optimizer updates to the end, so every gradient is live until then. Here *tail*
+equations, from which no contraction or loop is reachable (metrics, running statistics, weight-gradient reductions, the
+optimizer), run as soon as their last operand of the main line exists; those that depend only on arguments run just
+before their first reader. Among ready equations, contractions that only the tail reads (weight gradients) go first. All
+others keep their order. The result is a topological order that keeps the sequence of equations that run once (effects,
+draws). The equations of an inlined loop stay together, ordered among themselves in the same way, its results last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ def memory_order(
     """Return the indices of the live equations in execution order.
 
     **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is inlined. `turns` whether tails end
-    where another forward pass begins: they did not once, and plans of then name equations by their places.
+    where another forward pass begins: older plans, which name equations by position, were made without.
     """
     live = [i for i, keep in enumerate(alive) if keep]
     return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1, turns)
@@ -41,11 +40,12 @@ def memory_order(
 
 @dataclass(frozen=True)
 class _Unit:
-    """One equation, or a loop that is inlined.
+    """One equation, or an inlined loop.
 
     **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
-    `_primitives`; `once` whether one of them runs once; `backward` whether running it early can only free memory;
-    whether it is `in_backward`, of a backward pass, or of the `forward` pass of what is differentiated.
+    `_primitives`; `once` whether one of its equations runs once; `backward` whether running it early can only free
+    memory; `in_backward` whether it is in a backward pass, `forward` whether it is in the forward pass of a
+    differentiated function.
     """
 
     order: tuple[int, ...]
@@ -66,8 +66,8 @@ def _ordered(
     parent: int,
     turns: bool,
 ) -> list[int]:
-    """Return the indices of the equations of one loop and of those in it, in execution order."""
-    inside: dict[int, list[int]] = {}  # loop of this level -> its equations; those of the level itself apart
+    """Return the indices of the equations of a loop and the loops within it, in execution order."""
+    inside: dict[int, list[int]] = {}  # loop of this level -> its equations
     single: list[int] = []
     for i in live:
         loop = loop_of[i]
@@ -109,8 +109,8 @@ def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
             readers[j].append(i)
 
     turn = _turns(units, operands) if turns else [0] * len(units)
-    tail: dict[int, bool] = {}  # nothing of its turn reachable from here is a contraction, nor is it itself
-    ends: dict[int, bool] = {}  # only that follows
+    tail: dict[int, bool] = {}  # neither it nor anything of its turn that depends on it is a contraction
+    ends: dict[int, bool] = {}  # all of its readers are in the tail
     for i in reversed(live):
         ends[i] = all(tail[j] or turn[j] > turn[i] for j in readers[i])
         tail[i] = not units[i].contraction and not units[i].once and ends[i]
@@ -152,11 +152,11 @@ def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
 
 
 def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return for each unit how many times the step has turned from what a backward pass makes to another forward
-    pass: from its contractions on, for its zeros and the like may have equals in the forward pass.
+    """Return for each unit how often the step has changed from a backward pass to another forward pass before it. A
+    turn begins with contractions, because zeros and similar values may be shared with the forward pass.
     """
     turns: list[int] = []
-    behind: list[bool] = []  # whether it reads what contractions of its turn's backward pass make, or is one
+    behind: list[bool] = []  # whether it is, or depends on, a contraction of its turn's backward pass
     for i, unit in enumerate(units):
         turn = max((turns[j] for j in operands[i]), default=0)
         in_backward = (unit.in_backward and unit.contraction) or any(
@@ -168,12 +168,14 @@ def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> lis
 
 
 def _forward(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is of the forward pass of what is differentiated."""
+    """Return whether an equation is in the forward pass of a differentiated function."""
     stack = _compat.name_stack_text(eqn)
     return "jvp(" in stack and "transpose(" not in stack
 
 
 def _backward(eqn: jex.JaxprEqn) -> bool:
-    """Return whether running early can only free memory: not in the forward pass of the differentiated function."""
+    """Return whether running an equation early can only free memory: not in a differentiated function's forward
+    pass.
+    """
     stack = _compat.name_stack_text(eqn)
     return "transpose(" in stack or "jvp(" not in stack

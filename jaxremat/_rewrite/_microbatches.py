@@ -1,11 +1,11 @@
 """Flat equations -> those of a step that can run on one part of its examples at a time.
 
-If no statistics cross the batch, forward and backward work on an example depends on that example alone, and gradients
-are sums over examples. A loop over *microbatches* then needs a fraction of the activations, runs no operation twice,
-and reads the parameters once per microbatch: gradient accumulation. The loop contains a forward and a backward pass,
-which are planned as those of any step.
+If no statistics cross the batch, forward and backward work on an example depends on that example only, and gradients
+are sums over examples. A loop over *microbatches* then needs a fraction of the activations, repeats no operation, and
+reads the parameters once per microbatch: gradient accumulation. The loop contains a forward and a backward pass, which
+are planned as those of any step.
 
-Law: as that of `_row_regions`. All random numbers are drawn before the loop.
+Invariant: as that of `_row_regions`. All random numbers are drawn before the loop.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,34 +19,35 @@ from ._regions import Region
 from ._row_regions import Grower, largest, region_of
 
 LEAST_SHARE = 0.5
-"""A region is most of a step: it holds at least this share of the contractions of the forward pass. An implicit
-filter, or another network of parameters alone, has its own; what an optimizer contracts is none of them."""
+"""A region is most of a step if it has at least this share of the forward pass's contractions. Networks that depend
+only on parameters, such as an implicit filter, are outside; those of an optimizer are not counted.
+"""
 
 ENOUGH_SHARE = 0.75
-"""With this share no better axis is looked for: one of fewer may stop where attention mixes it."""
+"""An axis with this share ends the search: an axis with less may stop where attention mixes it."""
 
 SEEDS = 4
-"""So many of the largest values of different shapes are tried, ..."""
+"""This many of the largest values of different shapes are tried, ..."""
 
 DIMENSIONS = 3
-"""... with the examples in one of so many of their outermost dimensions."""
+"""... with the examples in one of this many outermost dimensions."""
 
 LARGE = 1 / 8
-"""Another component is looked for while a value that is in none has this share of the largest that is in one, ..."""
+"""The search for components goes on while a value outside has this share of the largest inside."""
 
 FEW = 4
-"""Where there are fewer microbatches than so many, or none, rows of images are looked at, with rows around them, ..."""
+"""With fewer microbatches than this, or none, rows of images with their halos are tried, ..."""
 
 MANY_TIMES = 8
-"""... and taken where they allow so many times as many parts: two images of thousands of rows."""
+"""... and taken if they allow this many times as many parts: two images of thousands of rows."""
 
 COMPONENTS = 4
-"""... and there are no more. Towers of a contrastive loss are tied together by what mixes examples alone."""
+"""The most components. Towers of a contrastive loss are connected only by equations that mix examples."""
 
 
 def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:
-    """Return the region that is most of a step, if there is one; or of an iteration of a loop, as of gradient
-    accumulation that the user wrote.
+    """Return the region that is most of a step, or of an iteration of a loop, such as gradient accumulation that the
+    user wrote; empty if there is none.
 
     **Arguments:** `scope` the loop, -1 for the step itself.
     """
@@ -65,9 +66,9 @@ def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:
 def most_of(
     program: Readers, own: Collection[int], *, whole: bool = False, windowed: bool = False
 ) -> Region | None:
-    """Return the region that is most of some equations; None where there is none.
+    """Return the region that is most of some equations, or None.
 
-    **Arguments:** `whole` as of `Region`; `windowed` whether rows may be read around a chunk's own.
+    **Arguments:** `whole` as in `Region`; `windowed` whether chunks may read neighbouring rows.
     """
     products = [i for i in own if contracts(program.eqns[i])]
     products = [i for i in products if not program.in_backward[i]] or products
@@ -77,9 +78,9 @@ def most_of(
     joined = first[:1]
     while 0 < len(joined) < most and (found := _grown(program, products, joined, outside, windowed)):
         joined.append(found[0])
-    # Another axis may be most of the step too, where loops over the parts of the first would have too many stages.
+    # If loops over the parts of the first axis have too many stages, another axis may still be most of the step.
     for grown in (joined, *([each] for each in first[1:])):
-        # The last may have a number of rows of their own, as weights have.
+        # The last components may have an unrelated number of rows, such as weights.
         for count in range(len(grown), 0, -1):
             if sum(_share(each, products) for each in grown[:count]) < LEAST_SHARE:
                 break
@@ -91,7 +92,7 @@ def most_of(
 
 
 def _share(grower: Grower, products: Sequence[int]) -> float:
-    """Return which share of these contractions a component has."""
+    """Return the share of these contractions in a component."""
     return sum(i in grower.rules for i in products) / max(len(products), 1)
 
 
@@ -102,10 +103,10 @@ def _grown(
     outside: Collection[int],
     windowed: bool,
 ) -> list[Grower]:
-    """Return components about the largest values of no other, those with the largest shares of the products first; none
-    where none is large.
+    """Return components around the largest values in no other, sorted by their shares of the products; empty if none is
+    large.
 
-    **Arguments:** `outside` equations that are in none; `windowed` as of `most_of`.
+    **Arguments:** `outside` equations that are in none; `windowed` as in `most_of`.
     """
     taken = {i for each in others for i in each.rules}.union(outside)
     least = max((each.largest_nbytes for each in others), default=0) * LARGE

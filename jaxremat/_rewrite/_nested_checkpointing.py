@@ -1,11 +1,12 @@
 """Flat equations -> the same with nested checkpointing of pairs of scans: they keep fewer carries and run the forward
 pass again.
 
-A pair of `L = S * M + r` iterations, of the rows of arrays `X[L, ...]`,
+A pair of `L = S * M + r` iterations, over the rows of arrays `X[L, ...]`,
 
     c, R = scan(forward, c0, X)                g, Y = scan(backward, g0, (R, X), reverse)
 
-becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`. With `I = arange(S * M)` as `[S, M]`,
+becomes, in two levels, `S` segments of `M` iterations, and a pair for the last `r`. With `I = arange(S * M)` as `[S,
+M]`,
 
     c, C = scan(c -> (scan(forward, c, I'), c), c0, I)
     c, R = scan(forward, c, rest)
@@ -13,10 +14,10 @@ becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`
     g, Y = scan((g, Y) -> (R = scan(forward, c', I'); scan(backward, (g, Y), (R, I'), reverse)),
                 (g, Y), (C, I), reverse)
 
-so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way.
-All levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. What
-is written over an array (see `_optimizer_in_backward`) starts as that array in place of zeros, and its rows are read
-there. These are scans like any others: `_loop_inlining` lays the outer backward scan open, and in it the inner pair.
+Then `S` carries are stacked, and all other residuals `M` times. With more levels the inner pair is split in the same
+way. All levels read and write rows of the whole arrays: none copies its segment's parameters or gradients. A result
+that overwrites an array (see `_optimizer_in_backward`) starts as that array instead of zeros, and its rows are read
+there. The results are ordinary scans: `_loop_inlining` inlines the outer backward scan, and the inner pair in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +42,12 @@ from ._selections import settled
 from ._sinking import sink_into
 
 Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
-"""Constants, carries and slices of an iteration -> its equations, the carries that it leaves, what it stacks."""
+"""Constants, carries and slices of an iteration -> its equations, new carries, and the values that it stacks."""
 
 
 def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Put pairs of the program's top level in the levels that `program.pairs` says; a single one leaves a pair as it
-    is.
+    """Split pairs of the program's top level into the levels of `program.pairs`; a single level leaves a pair
+    unchanged.
     """
     jaxpr, over = program.closed.jaxpr, program.over
     both = zip(backward_of(jaxpr.eqns).items(), program.pairs, strict=True)
@@ -73,7 +74,7 @@ def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
 
 
 def backward_of(eqns: Sequence[jex.JaxprEqn]) -> dict[int, list[int]]:
-    """Return for the forward scan of each pair, in order, its backward scans, by index."""
+    """Return for the forward scan of each pair, in order, the indices of its backward scans."""
     found: dict[int, list[int]] = {}
     for backward, forward in pairs(eqns).items():
         found.setdefault(forward, []).append(backward)
@@ -81,8 +82,8 @@ def backward_of(eqns: Sequence[jex.JaxprEqn]) -> dict[int, list[int]]:
 
 
 def cuttable(eqns: Sequence[jex.JaxprEqn], opened: Readers) -> tuple[bool, ...]:
-    """Return for each pair whether it can be other loops: zeros stand for what its backward scans have not stacked
-    yet, and levels run the forward scan again, also for other loops that read what must be of one run.
+    """Return for each pair whether it can be split into levels. The results of its backward scans must be able to start
+    as zeros, and the forward scan must be allowed to run again, also for other loops that read values of one run.
 
     **Arguments:** `opened` the program with its loops inlined.
     """
@@ -100,9 +101,9 @@ def cuttable(eqns: Sequence[jex.JaxprEqn], opened: Readers) -> tuple[bool, ...]:
 
 
 class _Pair:
-    """A forward scan, to be cut into levels; `seen` says which of its results others than its pair read.
+    """A forward scan to be split into levels; `seen` tells which of its results are read outside its pair.
 
-    In all scans that are made here the whole arrays stand among the constants, and what is scanned over are indices.
+    All scans created here have the whole arrays as constants, and scan over indices.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class _Pair:
     ):
         self.eqn = eqn
         self.over = over
-        # of a backward scan's constants: which of its carries they are by now
+        # index of a backward scan's constant -> the carry that replaces it, because it is overwritten
         self.written: dict[int, int] = {}
         self.inliner = inliner
         self.levels = levels
@@ -123,21 +124,21 @@ class _Pair:
         self.carries = len(operands(eqn)[1])
         self.known = self._known(eqn)
         self.visible = [i for i in range(self.carries, len(eqn.outvars)) if seen[i]]
-        self.main: Any = None  # the indices of the iterations with nested checkpointing
+        self.main: Any = None  # the indices of iterations with nested checkpointing
         self.behind: Any = None  # and those of the rest
-        self.starts: list[Any] = []  # the stacked carries with which the segments start
-        self.last: dict[Any, Any] = {}  # for the forward scan's stacked results those of the rest
+        self.starts: list[Any] = []  # the stacked initial carries of the segments
+        self.last: dict[Any, Any] = {}  # the forward scan's stacked results -> those of the rest
 
     def _known(self, eqn: jex.JaxprEqn, but: Sequence[Atom] = ()) -> list[Atom]:
-        """Return a scan's constants, those of its body and the arrays that it scans over but for these."""
+        """Return a scan's constants, those of its body, and the arrays that it scans over, without those in `but`."""
         consts, _, arrays = operands(eqn)
         body, held = _compat.opened(eqn.params["jaxpr"])
         own = (self.inliner.constant(c, v.aval) for c, v in zip(held, body.constvars, strict=True))
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[jex.JaxprEqn]:
-        """Return the forward scan over the first level, which stacks the carries that its segments start with; then
-        that of the rest.
+        """Return the forward scan over the first level, which stacks the initial carries of its segments, and that of
+        the rest.
         """
         eqn, count, main, rest = self.eqn, self.carries, prod(self.levels), self.rest
         init, ends = operands(eqn)[1], eqn.outvars[:count]
@@ -154,6 +155,7 @@ class _Pair:
             stacked = range(count, len(eqn.outvars))
             made.append(self._forward((rest,), self.known, between, self.behind, stacked, ends, opened=True))
             self.last = dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True))
+        # Results that others read keep their variable and shape, although two scans compute them.
         for v, first in zip((eqn.outvars[i] for i in self.visible), stacks, strict=True):
 
             def whole(stack: jax.Array, *behind: jax.Array) -> jax.Array:
@@ -164,8 +166,8 @@ class _Pair:
         return made
 
     def backward(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
-        """Return the rest's backward scan, and that over the first level, whose body runs a segment's forward scan once
-        more.
+        """Return the rest's backward scan, and that over the first level, whose body runs a segment's forward scan
+        again.
         """
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
@@ -183,7 +185,7 @@ class _Pair:
         return made
 
     def _handed(self, eqn: jex.JaxprEqn) -> list[Any]:
-        """Return what a backward scan reads of what the forward scan stacks."""
+        """Return the forward scan's stacks that a backward scan reads."""
         stacked = self.eqn.outvars[self.carries :]
         return [v for v in stacked if v in operands(eqn)[2]]
 
@@ -199,8 +201,8 @@ class _Pair:
         starts: bool = False,
         opened: bool = False,
     ) -> Any:
-        """Return a forward scan over the first level, which stacks some results, and before them the carries that
-        each of its iterations starts with if they are wanted; `opened` if it is one of a pair.
+        """Return a forward scan over the first level, which stacks some results, after the initial carries of its
+        iterations if `starts`; `opened` if it is one of a pair.
         """
 
         def body(known: list[Atom], carried: list[Atom], slices: list[Atom]) -> Any:
@@ -222,7 +224,7 @@ class _Pair:
         indices: Atom,
         handed: Sequence[Atom],
     ) -> Any:
-        """Return a backward scan whose carries are its own and the arrays of its results."""
+        """Return a backward scan that carries its own carries and the arrays of its results."""
         carries = len(operands(eqn)[1])
         residuals = self._handed(eqn)
         results = range(carries, len(eqn.outvars))
@@ -251,9 +253,7 @@ class _Pair:
         starts: Sequence[Atom],
         ends: Sequence[jex.Var] | None = None,
     ) -> Any:
-        """Return the backward scan over the first level, each of whose iterations starts from a carry that
-        was kept.
-        """
+        """Return the backward scan over the first level, with iterations that each start from a kept carry."""
 
         def body(known: list[Atom], state: list[Atom], slices: list[Atom]) -> Any:
             known = self._as_written(known, state)
@@ -274,7 +274,7 @@ class _Pair:
         return scan.replace(primitive=APART)
 
     def _as_written(self, known: Sequence[Atom], state: Sequence[Atom]) -> list[Any]:
-        """Return the constants, those that are written over as they are by now."""
+        """Return the constants, with overwritten ones replaced by their carries."""
         return [state[self.written[i]] if i in self.written else a for i, a in enumerate(known)]
 
     def _iteration(
@@ -287,10 +287,10 @@ class _Pair:
         results: Sequence[int],
         opened: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """Return the equations of one iteration of a scan and its results, carries and some of the others.
+        """Return the equations of one iteration of a scan, and its results: the carries and some of the others.
 
-        **Arguments:** `known` as made by `_known`; `given` slices of arrays that it scans over, the other arrays are
-        read at the `index`.
+        **Arguments:** `known` from `_known`; `given` slices of arrays that it scans over (other arrays are read at
+        `index`).
         """
         closed = eqn.params["jaxpr"]
         jaxpr = _compat.opened(closed)[0]
@@ -308,7 +308,7 @@ class _Pair:
         return eqns, [_read(a, rename) for a in outvars]
 
     def _indices(self, into: list[jex.JaxprEqn], shape: Sequence[int], first: int) -> jex.Var:
-        """Append what makes an array of this shape of the iterations' indices from the first on."""
+        """Append an array of this shape with the iterations' indices, from `first` on."""
         made = lambda: lax.iota(jnp.int32, prod(shape)).reshape(shape) + first  # noqa: E731
         return append(into, made, (), self.eqn)
 
@@ -318,7 +318,7 @@ def _read(atom: Atom, rename: dict[jex.Var, Atom]) -> Atom:
 
 
 def _row(into: list[jex.JaxprEqn], array: Atom, index: Atom, like: jex.JaxprEqn, opened: bool) -> jex.Var:
-    """Append what reads the row of an array at an index."""
+    """Append the equations that read an array's row at an index."""
     if opened:
         params = {"length": shaped(array).shape[0]}
         made = _compat.new_var(jex.mapped_aval(params["length"], 0, array.aval))
@@ -332,7 +332,7 @@ def _zeros(into: list[jex.JaxprEqn], aval: Aval, like: jex.JaxprEqn) -> jex.Var:
 
 
 def _inside(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-    """Return the equation as part of a body: the names around it are those of the loop."""
+    """Return the equation as part of a body: the loop has the names around it."""
     return eqn.replace(source_info=_compat.root_source(eqn))
 
 
@@ -347,7 +347,7 @@ def _loop(
     body: Body,
     ends: Sequence[jex.Var] | None = None,
 ) -> Any:
-    """Return a scan that runs as another does, with another body, length, operands, and names of its last carries."""
+    """Return a scan like another one, with another body, length, operands, and names of its last carries."""
     consts, init, scanned = arguments
     known, carried = _fresh(consts), _fresh(init)
     slices = [_compat.new_var(jex.mapped_aval(length, 0, a.aval)) for a in scanned]

@@ -1,17 +1,18 @@
-"""Flat equations -> the same with optimizer updates of stacked parameters inside the loop that makes their gradients.
+"""Flat equations -> the same with optimizer updates of stacked parameters inside the loop that computes their
+gradients.
 
-A backward scan stacks the gradients of all layers, which live until the optimizer has read the whole stack. But the
-optimizer works entry by entry: what it makes of a row of the gradients depends on that row alone, so the loop's own
-iteration can make it,
+A backward scan stacks the gradients of all layers, which stay in memory until the optimizer has read the whole stack.
+But an optimizer works entry by entry: the update of a row depends only on that row of the gradients, so the iteration
+that computes the row can apply it,
 
     g, G = scan(backward, g0, X)                 g, P' = scan(backward', g0, (X, P))
     P' = P - rate * G                    ->          p' = p - rate * (this iteration's gradient)
 
-and there is no stack of gradients any more. Where the step's caller donates `P`, its rows are written over (see
-`_in_place_stacks`): no second stack is there at any time. What is in host memory comes to the device row by row,
-and goes back so. A norm of a whole stack is one of each row first.
+and no stack of gradients is needed. If the step's caller donates `P`, its rows are overwritten (see
+`_in_place_stacks`), and there is never a second stack. Arrays in host memory come to the device and return row by row.
+A norm of a whole stack becomes norms of its rows, and the norm of these.
 
-Law: every row is made by the same operations as before. Work is moved only where that leaves fewer bytes stacked.
+Invariant: every row is computed by the same operations as before. Equations move only if fewer bytes are then stacked.
 """
 
 from collections import deque
@@ -31,7 +32,7 @@ from ._streamed_stacks import REDUCTIONS, is_by_rows, repeats_row, row_equation
 
 
 def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) -> FlatProgram:
-    """Move updates into the backward scans of those pairs that take another form.
+    """Move updates into the backward scans of pairs that take another form.
 
     **Arguments:** `donated` per argument.
     """
@@ -54,8 +55,8 @@ def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) ->
 
 
 def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[jex.Var, jex.Var]:
-    """Return for results the donated argument whose memory JAX gives them: the first left of the same type, in
-    order, of those that are read at all.
+    """Return for results the donated argument whose memory JAX gives them: the first unused one of the same type, among
+    the arguments that are read.
     """
     read = {a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars)}
     read.update(a for a in jaxpr.outvars if not _compat.is_literal(a))
@@ -73,13 +74,13 @@ def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[jex.Var, jex.Var
 
 
 def _alike(atom: Atom) -> tuple[Any, ...]:
-    """Return what results have in common with the argument whose memory they take."""
+    """Return the type that a result shares with the argument whose memory it takes."""
     return shaped(atom).shape, shaped(atom).dtype, on_host(atom.aval)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """**Fields:** `moved` the equations that go into the loop; `made` what it stacks of them; `over` as in a
+    """**Fields:** `moved` the equations that go into the loop; `made` their results, which it stacks; `over` as in a
     `FlatProgram`; `gain`.
     """
 
@@ -90,7 +91,7 @@ class _Found:
 
 
 class _Loop:
-    """One backward scan, at a place among the items (index before, equation), and what it may absorb."""
+    """One backward scan, at a position among the items (old index, equation), and the equations that it may absorb."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class _Loop:
         for i in range(at + 1, len(items)):
             if any(self.maker.get(a) in self.behind for a in _compat.variables(items[i][1].invars)):
                 self.behind.add(i)
-        self.blocked = set(self.behind)  # and what cannot go before the loop for other reasons
+        self.blocked = set(self.behind)  # and equations that cannot move before the loop for other reasons
         for i in range(at + 1, len(items)):
             eqn = items[i][1]
             if is_contraction(eqn) or any(
@@ -125,7 +126,7 @@ class _Loop:
                 self.blocked.add(i)
 
     def _split(self, index: int, eqn: jex.JaxprEqn, late: bool) -> list[tuple[int, Any]]:
-        """Return a reduction of whole stacks, as a norm is of gradients, as one of each row and then one of those."""
+        """Return a reduction of whole stacks, such as a norm, as a reduction of each row and one of the results."""
         if not late or eqn.primitive.name not in REDUCTIONS:
             return [(index, eqn)]
         axes = eqn.params["axes"]
@@ -138,7 +139,7 @@ class _Loop:
         return [(-1, first), (index, eqn.replace(invars=[rows], params={**eqn.params, "axes": (0,)}))]
 
     def found(self) -> "_Found":
-        """Return what is worth moving."""
+        """Return the equations that are worth moving."""
         moved: set[int] = set()
         made: list[Any] = []
         over: dict[Any, Any] = {}
@@ -156,9 +157,7 @@ class _Loop:
         return _Found(moved, made, over, Gain(fewer, _nbytes(made)))
 
     def _groups(self) -> list[set[int]]:
-        """Return the equations behind the loop that can be done row by row, those together that lead to
-        each other.
-        """
+        """Return the equations behind the loop that can run row by row, in groups that depend on each other."""
         by_rows: dict[int, set[int]] = {}  # each -> its group, which they share
         stacks = set(self.stacks)
         for i in sorted(self.behind - {self.at}):
@@ -176,13 +175,11 @@ class _Loop:
         return [set(each) for each in {id(group): group for group in by_rows.values()}.values()]
 
     def _seen(self, v: jex.Var, group: set[int]) -> bool:
-        """Return whether a value is read by others than these equations."""
+        """Return whether other equations than these read a value."""
         return v in self.returned or not self.readers.get(v, set()) <= group
 
     def _written_over(self, v: jex.Var, group: set[int]) -> Any:
-        """Return the argument that the value is to take the memory of, if nothing else reads that in or behind
-        the loop.
-        """
+        """Return the argument whose memory the value takes, if nothing else reads it in or behind the loop."""
         argument = self.aliased.get(v)
         if argument is None or argument in self.returned:
             return None
@@ -192,7 +189,7 @@ class _Loop:
         return argument if late <= {self.at} and argument not in whole else None
 
     def _pulled(self, moved: set[int]) -> set[int]:
-        """Return the equations before these that are done for them alone and can be done row by row as well."""
+        """Return the earlier equations that only these read and that can run row by row too."""
         pulled: set[int] = set()
         for i in reversed(range(len(self.items))):
             eqn = self.items[i][1]
@@ -203,7 +200,7 @@ class _Loop:
         return pulled
 
     def rebuilt(self, found: "_Found") -> list[tuple[int, Any]]:
-        """Return the items with that in the loop."""
+        """Return the items with these equations in the loop."""
         moved, made, over = found.moved, found.made, found.over
         body = _Body(self, moved | self._pulled(moved))
         for argument in over.values():
@@ -212,7 +209,7 @@ class _Loop:
             body.row(self.items[i][1].outvars[0])
         kept = [y for y in self.stacks if self._seen(y, moved)]
         scan = body.scan(kept, made)
-        # What the loop reads now must stand before it.
+        # The loop has new operands, whose equations must come before it.
         first: set[int] = set()
         pending = [self.maker[a] for a in _compat.variables(scan.invars) if a in self.maker]
         while pending:
@@ -227,7 +224,7 @@ class _Loop:
 
 
 class _Body:
-    """The scan's body as it grows: `inside` are the equations that are done row by row in it."""
+    """The scan's body as it grows: `inside` are the equations that run row by row in it."""
 
     def __init__(self, loop: _Loop, inside: set[int]):
         self.loop, self.inside = loop, inside
@@ -243,7 +240,7 @@ class _Body:
             self.rows.setdefault(array, row)
 
     def row(self, array: jex.Var) -> Atom:
-        """Return what stands for an array in the body: its row, made there or scanned over."""
+        """Return the row of an array in the body, computed there or scanned over."""
         if array in self.rows:
             return self.rows[array]
         i = self.loop.maker.get(array, -1)
@@ -268,13 +265,13 @@ class _Body:
         return inner.outvars[0]
 
     def _outside(self, atom: Atom) -> Atom:
-        """Return what stands for a value that is the same in all iterations."""
+        """Return the body's variable for a value that is the same in all iterations."""
         if _compat.is_literal(atom):
             return atom
         return self.known.setdefault(atom, _compat.new_var(atom.aval))
 
     def scan(self, kept: Sequence[jex.Var], made: Sequence[jex.Var]) -> jex.JaxprEqn:
-        """Return the scan that stacks these of its own results, and the others."""
+        """Return the scan that stacks `kept` of its own results, and `made`."""
         loop, invars = self.loop, self.jaxpr.invars
         cut = len(self.consts)
         arguments = [

@@ -1,24 +1,24 @@
-"""The passes that make a step's program in a form, in the order in which they run.
+"""The passes that rewrite a step's program into a form, in the order in which they run.
 
-`PLAIN_PASSES` keep a program that compiles to the plain step. In what `MERGING_PASSES` make of it, sites are looked for
-that may take another form, and `FORM_PASSES` make what is planned. Each pass takes a `FlatProgram` and returns one. To
-see what they do, or to do without one:
+After `PLAIN_PASSES` the program still compiles to the plain step. After `MERGING_PASSES` the sites that may take
+another form are searched for. `FORM_PASSES` produce the program that is planned. Each pass takes a `FlatProgram` and
+returns one. To watch the passes, or to leave one out:
 
     with watched(lambda each, before, after: print(each.name, len(before.eqns), len(after.eqns))):
         trace(jitted, args, {})
     with without("masks"):
         trace(jitted, args, {})
 
-Invariant: a pass keeps its `law`. `check` proves of a pass, where it can, that it changed nothing that is computed.
+Invariant: a pass keeps its `law`. `check` proves, where it can, that a pass changed no computed value.
 
-Flat equations, checkpoints among them inlined -> the same with the forward pass of these where forward passes are.
+This module also has the pass "checkpoints": flat equations with the user's checkpoints inlined -> the same equations,
+with the forward pass of the checkpoints among the other forward equations. A checkpoint repeats its forward pass in the
+backward pass and also computes derivatives there. The repeated equations merge with the forward pass
+(`_common_subexpressions`), but the derivatives (`2 * x` of a square, `1 - y**2` of `tanh`) keep a position and a name
+stack of the backward pass. They read no cotangent: without the checkpoint they would be residuals of the forward pass,
+which a plan may save or recompute. So the pass moves them to the forward pass.
 
-A checkpoint runs its forward pass again in the backward pass, and there makes what the derivative is made of besides.
-The repetition merges with the forward pass (`_common_subexpressions`), but what is made besides (`2 * x` of a square,
-`1 - y**2` of `tanh`) keeps a place and a name stack of the backward pass. It reads no cotangent: without the checkpoint
-it would stand in the forward pass, as a residual that a plan may save or compute again. So there it goes.
-
-Law: the same equations in a topological order; none that reads a cotangent moves.
+Invariant: the same equations in a topological order; no equation that reads a cotangent moves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,12 +64,10 @@ from ._streamed_stacks import with_streamed_stacks
 
 
 def forward_again(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[int]]:
-    """Return the equations in their new order, under the names of a forward pass where they have moved; and for
-    each of them its index before.
-    """
-    anchor: list[int] = []  # behind which equation of its own place each stands
+    """Return the equations in their new order, moved ones with a forward pass's name stack, and their old indices."""
+    anchor: list[int] = []  # for each equation, the unmoved equation that it follows
     maker: dict[Any, int] = {}
-    in_backward: set[Any] = set()  # what is made of cotangents
+    in_backward: set[Any] = set()  # values that depend on cotangents
     moved: set[int] = set()
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
@@ -92,9 +90,9 @@ def forward_again(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[int]]:
 
 
 class Found(NamedTuple):
-    """**Fields:** which pairs of scans are `cuttable`; `regions` of rows that may be done in chunks; `rules` for each
-    region the results that have rows: equation of the plain program, result, dimension of the rows; `opened` the
-    program with its loops inlined, whose equations regions in loops are of.
+    """**Fields:** `cuttable` says for each pair of scans whether it can be cut; `regions` the regions of rows that may
+    run in chunks; `rules` for each region its results that have rows, as (equation of the plain program, result,
+    dimension of the rows); `opened` the program with its loops inlined, which the indices of regions in loops refer to.
     """
 
     cuttable: tuple[bool, ...] = ()
@@ -105,10 +103,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Sites:
-    """The places of a step that may take another form.
+    """The parts of a step that may take another form.
 
-    **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside of other loops; `look` for the
-    others, which takes as long as the rest of tracing: who follows a plan of the step as it is written needs none.
+    **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside other loops; `look` searches
+    for the other sites, which takes as long as the rest of tracing; a plan of the step as written does not need them.
     """
 
     lengths: tuple[int, ...] = ()
@@ -117,12 +115,12 @@ class Sites:
 
     @cached_property
     def found(self) -> Found:
-        """The sites that are looked for when they are first asked for."""
+        """The other sites, searched for on first access."""
         return self.look()
 
     @property
     def cuttable(self) -> tuple[bool, ...]:
-        """Which of the pairs can be cut."""
+        """For each pair of scans, whether it can be cut."""
         return self.found.cuttable
 
     @property
@@ -133,7 +131,7 @@ class Sites:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be made. **Fields:** the `source`; the `form`; the `inliner` that has made the flat program; its
+    """The inputs of the passes. **Fields:** the `source`; the `form`; the `inliner` that produced the flat program; its
     `sites`, once they are known.
     """
 
@@ -143,14 +141,14 @@ class Task:
     sites: Sites = Sites()
 
     def labels(self, program: FlatProgram) -> dict[Any, str]:
-        """Return the user's `checkpoint_name`s by the variables of a program; the first where there are several."""
+        """Return the user's `checkpoint_name` of each named variable of a program: the first of several."""
         return {program.read(v): name for v, name in reversed(self.inliner.labels.items())}
 
 
 @dataclass(frozen=True)
 class Pass:
-    """**Fields:** `name`; `run`; `law` what holds after it that did not before; `applies` whether a task needs it;
-    `optional` whether a program without it can be planned too.
+    """**Fields:** `name`; `run`; `law`, which holds after the pass and not before it; `applies` returns whether a task
+    needs the pass; `optional` whether a program without the pass can still be planned.
     """
 
     name: str
@@ -161,7 +159,7 @@ class Pass:
 
 
 def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
-    """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
+    """Return the sites of a program that `inliner` produced, after equal equations are merged."""
     scans = [program.eqns[i] for i in backward_of(program.eqns)]
     return Sites(
         tuple(scan.params["length"] for scan in scans),
@@ -192,10 +190,10 @@ def _look(program: FlatProgram, source: Source, inliner: Inliner) -> Found:
 def find_regions(
     program: FlatProgram, in_loops: Readers, source: Source, inliner: Inliner, *, most: bool
 ) -> tuple[Region, ...]:
-    """Look for regions of rows outside of loops and in their iterations.
+    """Return the regions of rows outside loops and within their iterations.
 
-    **Arguments:** `in_loops` the program with its loops inlined; `most` whether also for those that are most of the
-    step, or of an iteration.
+    **Arguments:** `in_loops` the program with its loops inlined; `most` whether to search also for regions that cover
+    most of the step, or of an iteration.
     """
     if source.apart:
         return ()
@@ -207,14 +205,14 @@ def find_regions(
 
 
 def pair_forms(task: Task) -> tuple[PairForm, ...]:
-    """Return how each pair of scans is to be done."""
+    """Return the form of each pair of scans."""
     undone, levels = task.form.settings(REVERSED), task.form.settings(LOOP)
     count = len(task.sites.lengths)
     return tuple(PairForm(levels.get(pair, ()), pair + 1 in undone) for pair in range(count))
 
 
 def regions_inside(program: FlatProgram, task: Task) -> tuple[Region, ...]:
-    """Look for regions of rows of a program in what the task's form makes of its regions."""
+    """Return the regions of rows of the program after the form's own regions run in chunks."""
     return _found_in(_of_regions(program, task), task)
 
 
@@ -231,9 +229,9 @@ def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
 
 
 def _of_regions(program: FlatProgram, task: Task) -> FlatProgram:
-    """Return the program with those of its regions in chunks that are so in the form."""
+    """Return the program with the regions that the form runs in chunks rewritten."""
     chosen = [(task.sites.regions[site], count) for site, (count,) in task.form.settings(ROWS).items()]
-    if any(region.whole for region, _ in chosen):  # whose equations others may have too
+    if any(region.whole for region, _ in chosen):  # smaller regions may share its equations
         chosen = [each for each in chosen if each[0].whole]
     return _chunked(program, chosen, task)
 
@@ -243,8 +241,9 @@ def _chunked(program: FlatProgram, chosen: Sequence[tuple[Region, int]], task: T
         return program
     forward = (program.eqns[i] for i in backward_of(program.eqns))
     form_of = {v: form for eqn, form in zip(forward, program.pairs, strict=True) for v in eqn.outvars}
-    keep = not task.form.settings(ATTENTION)  # else its pass looks for it later
+    keep = not task.form.settings(ATTENTION)  # otherwise the pass "attention" needs these equations later
     if within := [each for each in chosen if each[0].loop >= 0]:
+        # Regions within loops go first; the others refer to equations by index, so their indices are updated.
         before = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
         program = chunked_in_loops(program, within, task.inliner, keeps_scores=keep)
         index = {before[v]: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars if v in before}
@@ -252,7 +251,7 @@ def _chunked(program: FlatProgram, chosen: Sequence[tuple[Region, int]], task: T
     apart = program.apart_from_rows(task.inliner.hints, keeps_scores=keep)
     program = chunked(program, chosen, task.labels(program), apart=apart)
     task.inliner.forget_rows()
-    # In another order, and without those within regions, which are done otherwise by nobody.
+    # The forward scans have a new order, and those inside regions are absent: no form applies to these.
     forward = [program.eqns[i] for i in backward_of(program.eqns)]
     pairs = (next((form_of[v] for v in eqn.outvars if v in form_of), PairForm()) for eqn in forward)
     return program.anew(pairs=tuple(pairs))
@@ -264,7 +263,7 @@ def _forward_again(program: FlatProgram, task: Task) -> FlatProgram:
 
 
 def _in_order(program: FlatProgram, task: Task) -> FlatProgram:
-    """Leave out dead equations, and sort the others."""
+    """Remove dead equations, and sort the others."""
     jaxpr, loop_of, loops = program.closed.jaxpr, program.loop_of, program.loops
     order = memory_order(jaxpr, program.alive, loop_of, loops, turns=task.source.turns)
     if task.source.apart:
@@ -405,7 +404,7 @@ FORM_PASSES = (
         "masks",
         lambda program, task: with_results(program),
         "Masks read results where this saves keeping the operands.",
-        # Copies in fewer bits are of what masks read: a result would be kept whole for them.
+        # Copies in fewer bits replace the operands that masks read; a mask that reads a result would keep it whole.
         lambda task: not task.source.apart and not task.form.settings(COPIES),
     ),
 )
@@ -420,7 +419,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 def run(passes: Sequence[Pass], program: FlatProgram, task: Task) -> FlatProgram:
-    """Run those of the passes that apply, one after the other."""
+    """Run the passes that apply, in order."""
     watcher = _watcher.get()
     for each in passes:
         if not each.applies(task) or each.name in _without.get():
@@ -433,7 +432,7 @@ def run(passes: Sequence[Pass], program: FlatProgram, task: Task) -> FlatProgram
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Do without these passes, by name. **Raises:** ValueError where there is no such pass, or none can do without."""
+    """Leave out these passes, by name. **Raises:** ValueError for an unknown name or a pass that is not optional."""
     able = [each.name for each in PASSES if each.optional]
     if unable := set(names) - set(able):
         raise ValueError(
@@ -448,7 +447,7 @@ def without(*names: str) -> Iterator[None]:
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Call a function after each pass."""
+    """Call `watcher` after each pass."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -457,7 +456,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def check(of: Pass, before: FlatProgram, after: FlatProgram) -> None:
-    """Prove that a pass changed nothing that is computed; a `Watcher`. **Raises:** AssertionError."""
+    """Prove that a pass changed no computed value; a `Watcher`. **Raises:** AssertionError."""
     differs = equivalence(runnable(before)).difference(runnable(after))
     if differs is not None:
         raise AssertionError(f"the pass {of.name!r} changes what is computed: {differs}")

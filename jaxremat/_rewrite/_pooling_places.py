@@ -1,12 +1,12 @@
 """Equations -> the same, with gradients of max-pooling computed from the positions of the maxima in their windows.
 
-JAX's gradient of a max-pooling reads the pooled operand, finds the maxima again, and scatters: the compilers make index
-arrays for this, several times the size of the pooled values, or fill zeros long before it runs. The position of a
-maximum in its window is one byte. It is found where the pooling reads the same windows anyway, and is all that the
-gradient reads besides its cotangent: each entry of the gradient is a sum over the windows that contain it.
+JAX's gradient of a max-pooling reads the pooled operand, searches for the maxima again, and scatters: for this the
+compilers create index arrays of several times the size of the pooled values, or fill zeros long before it runs. The
+position of a maximum in its window is one byte. It is computed next to the pooling, which reads the same windows, and
+the gradient needs nothing else but its cotangent: each entry of the gradient is a sum over the windows that contain it.
 
-Law: the same values up to the order in which overlapping windows add up, of equal maxima the first counts, as in XLA.
-The places stand right behind the pooling, if it is there, else before the gradient.
+Invariant: the same values up to the order in which overlapping windows add up; of equal maxima the first counts, as in
+XLA. The positions are computed right after the pooling if it is in the program, else before the gradient.
 """
 
 import functools
@@ -29,13 +29,13 @@ from .._program._splice import inlined
 from .._runtime._mechanisms import mechanism
 
 MOST_PLACES = 256
-"""In a window; larger ones are left as they are."""
+"""The most positions of a window; gradients with larger windows stay unchanged."""
 
 Window = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
-"""Of each dimension the size of a window, the stride from one to the next, and the padding on both sides."""
+"""For each dimension the size of a window, the stride from one to the next, and the padding on both sides."""
 
 WINDOW = ("window_dimensions", "window_strides", "padding")
-"""The parameters that say so."""
+"""The parameters with these."""
 
 PLACES: Any = jex.Primitive("max_pool_places")
 GRADIENT: Any = jex.Primitive("max_pool_gradient")
@@ -49,7 +49,7 @@ def places(
     padding: tuple[tuple[int, int], ...],
     largest: bool,
 ) -> jax.Array:
-    """Return the place of the largest (smallest) value of each window, counted along its last dimension first, in
+    """Return the position of the largest (smallest) value in each window, counted along its last dimension first, in
     uint8.
     """
     edges = [(low, high, 0) for low, high in padding]
@@ -72,22 +72,22 @@ def gradient(
     padding: tuple[tuple[int, int], ...],
     sizes: tuple[int, ...],
 ) -> jax.Array:
-    """Return what was pooled gets the cotangents of the windows whose maximum it is.
+    """Return the gradient of the operand: each entry gets the cotangents of the windows whose maximum it is.
 
-    **Arguments:** `sizes` of what was pooled, None where they are those of the cotangent.
+    **Arguments:** `sizes` of the operand, None for those of the cotangent.
     """
     pooled, zero = cotangent.shape, jnp.zeros((), cotangent.dtype)
     whole = [size or n for size, n in zip(sizes, pooled, strict=True)]
     full = [low + n + high for n, (low, high) in zip(whole, padding, strict=True)]
     sides = [*zip(pooled, full, window_dimensions, window_strides, strict=True)]
-    # Compilers make one kernel of all places or, if the cotangent is a sum itself, one of each place, and its array.
-    # Where windows overlap, arrays are spread once before places are told apart, else only read by one kernel.
+    # Compilers fuse all positions into one kernel or, if the cotangent is a sum itself, write one array per position.
+    # If windows overlap, arrays are spread once before positions are compared; else one kernel reads them.
     if any(window > stride for _, _, window, stride in sides):
         edges = [(window - 1, f - (n - 1) * stride - 1, stride - 1) for n, f, window, stride in sides]
         spread, places = lax.pad(cotangent, zero, edges), lax.pad(chosen, jnp.uint8(0), edges)
 
         def found(i: int, place: tuple[int, ...]) -> jax.Array:
-            """Return the cotangents of the windows with their maximum there, where it is."""
+            """Return the cotangents of the windows with their maximum at this position."""
             start = [
                 low + w - 1 - p for p, w, (low, _) in zip(place, window_dimensions, padding, strict=True)
             ]
@@ -100,7 +100,7 @@ def gradient(
     cotangent = lax.optimization_barrier(cotangent)
 
     def alone(i: int, place: tuple[int, ...]) -> jax.Array:
-        """Return the same where no other window reaches."""
+        """Return the same if windows do not overlap."""
         edges = [
             (p, f - p - (n - 1) * stride - 1, stride - 1)
             for p, (n, f, _, stride) in zip(place, sides, strict=True)
@@ -115,7 +115,7 @@ def gradient(
 
 
 def windows(padded: jax.Array, dimensions: Sequence[int], strides: Sequence[int]) -> Iterator[jax.Array]:
-    """Yield for each place in a window what all windows have there."""
+    """Yield for each position in a window the values of all windows there."""
     pooled = [(n - w) // s + 1 for n, w, s in zip(padded.shape, dimensions, strides, strict=True)]
     for place in _each_place(dimensions):
         stop = [p + (n - 1) * s + 1 for p, n, s in zip(place, pooled, strides, strict=True)]
@@ -123,7 +123,7 @@ def windows(padded: jax.Array, dimensions: Sequence[int], strides: Sequence[int]
 
 
 def extreme(dtype: DType, *, lowest: bool) -> jax.Array:
-    """Return what no other number of the type is below (above)."""
+    """Return the lowest (highest) number of a type."""
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     if inexact and np.isinf(np.array(np.inf).astype(dtype)):
         return jnp.array(-np.inf if lowest else np.inf, dtype)
@@ -136,7 +136,7 @@ def _each_place(dimensions: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _define(primitive: jex.Primitive, fn: Callable[..., jax.Array], differentiated: int | None) -> None:
-    """Give a primitive the meaning of a function, and the derivative with respect to one operand, None for none."""
+    """Define a primitive by a function, differentiable in one operand, or None."""
 
     def typed(*avals: Aval, **params: object) -> Any:
         return jax.make_jaxpr(functools.partial(fn, **params))(*avals).out_avals[0]
@@ -166,7 +166,7 @@ _define(GRADIENT, gradient, 0)
 
 
 def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
-    """Return a program with `by_place` of its equations."""
+    """Return a program with `by_place` applied to its equations."""
     own = flat.jaxpr
     return _compat.new_jaxpr(
         own.constvars, flat.consts, own.invars, own.outvars, by_place(own.eqns, early=early)
@@ -177,7 +177,7 @@ def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
 def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[jex.JaxprEqn]:
     """Return the equations of one body, with such gradients.
 
-    **Arguments:** `early` whether places stand behind the pooling, and not all before their gradients.
+    **Arguments:** `early` whether positions are computed right after the pooling, instead of before their gradients.
     """
     gradients = {i: eqn for i, eqn in enumerate(eqns) if is_pooling_gradient(eqn)}
     if not gradients:
@@ -192,6 +192,7 @@ def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[jex.Ja
         key = operand, *window, eqn.params["select_prim"] is jax.lax.ge_p
         if key in chosen:
             continue
+        # The pooling reads the same windows.
         at = poolings.get(key, i) if early else i
         params = {**_named(window), "largest": key[-1]}
         made, (chosen[key],) = _placed(PLACES, [operand], params, eqns[at].source_info)
@@ -212,12 +213,12 @@ def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[jex.Ja
 
 
 def is_by_place(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is such a gradient."""
+    """Return whether an equation is such a gradient."""
     return eqn.primitive is GRADIENT
 
 
 def is_pooling_gradient(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is JAX's gradient of a max-pooling, of windows that are not too large."""
+    """Return whether an equation is JAX's gradient of a max-pooling, with windows that are not too large."""
     if eqn.primitive.name != "select_and_scatter_add" or _compat.is_literal(eqn.invars[1]):
         return False
     known = eqn.params["select_prim"] in (jax.lax.ge_p, jax.lax.le_p)
@@ -225,7 +226,7 @@ def is_pooling_gradient(eqn: jex.JaxprEqn) -> bool:
 
 
 def _pooling(eqn: jex.JaxprEqn) -> tuple[Any, ...] | None:
-    """Return the windows of a max-pooling, and whether it takes the largest; None of another equation."""
+    """Return the windows of a max-pooling, and whether it takes the largest; None for another equation."""
     largest = {"reduce_window_max": True, "reduce_window_min": False}.get(eqn.primitive.name)
     if largest is None or max(*eqn.params["base_dilation"], *eqn.params["window_dilation"], 1) > 1:
         return None

@@ -1,4 +1,4 @@
-"""Flat program -> the maker and the readers of each of its values."""
+"""Flat program -> the equation that computes each value, and those that read it."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -13,13 +13,13 @@ from ._backward_equations import backward_equations
 from ._flat_program import FlatProgram, within
 
 SMALL = 1 / 64
-"""What is at most this share of a result is small beside it."""
+"""A value of at most this share of a result's bytes is small next to it."""
 
 
 class Readers:
-    """Who makes and reads what, of the equations of a program that anything needs.
+    """The makers and readers of values, among the live equations of a program.
 
-    **Arguments:** `differentiable` whether it is a function that is differentiated later.
+    **Arguments:** `differentiable` whether the program is a function that is differentiated later.
     """
 
     def __init__(self, program: FlatProgram, *, differentiable: bool = False):
@@ -36,8 +36,8 @@ class Readers:
 
     @cached_property
     def for_loops(self) -> frozenset[int]:
-        """The equations whose largest result loops alone read, as what a forward loop stacks for a backward one, and
-        those that kernels of these absorb: a causal mask is made of numbers four times its size.
+        """The equations whose largest result only loops read, such as the stacks of a forward loop for a backward one,
+        and those that kernels of these absorb: a causal mask is computed from numbers four times its size.
         """
         scans = {i for i in self.alive if self.eqns[i].primitive.name == "scan"}
         found = set[int]()
@@ -50,7 +50,7 @@ class Readers:
 
     @cached_property
     def drawn(self) -> frozenset[int]:
-        """The equations that draw random numbers, or make something of these, and of small numbers, alone."""
+        """The equations that draw random numbers, or depend only on such draws and on small values."""
         found = set[int]()
         for i in self.alive:
             eqn = self.eqns[i]
@@ -64,14 +64,14 @@ class Readers:
 
     @cached_property
     def of_one_run(self) -> set[int]:
-        """The equations that may not run again, because decisions or large cotangents depend on their very results."""
+        """The equations that must not run again, because decisions or large cotangents depend on their exact result."""
         once = self.program.decisions.once(self.in_backward)
         return once | self.program.decisions.edges.shared_cotangents(self.in_backward)
 
     @cached_property
     def of_a_run(self) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
-        """Those of them that may run again with their operands: comparisons of a value with what was selected from it.
-        By each the equations that made both sides, and those between these and the comparison.
+        """Those of them that may run again if their operands do: comparisons of a value with a selection from it. For
+        each, the equations that computed both sides, and those between these and the comparison.
         """
         compared = self.program.decisions.compared
         shared = {j for i, own in compared.items() if self.in_backward[i] for j in own}
@@ -80,8 +80,8 @@ class Readers:
 
     @cached_property
     def loops_at_edges(self) -> frozenset[int]:
-        """The outermost loops with values that the forward pass reads beside numbers that are large at the edge of a
-        domain, as where second derivatives are taken.
+        """The outermost loops with values that the forward pass combines with numbers that are large at the edge of a
+        domain, as with second derivatives.
         """
         beside = self.program.decisions.edges.beside.items() if self.program.loops else ()
         found = {j for i, others in beside if not self.in_backward[i] for j in (i, *others)}
@@ -90,11 +90,11 @@ class Readers:
 
     @cached_property
     def in_backward(self) -> Sequence[bool]:
-        """Whether each equation is of the backward pass, or comes after it."""
+        """For each equation, whether it is part of the backward pass or comes after it."""
         return backward_equations(self.eqns, self.loop_of, self.program.loops)
 
     def _between(self, begin: Collection[int], end: int) -> list[int]:
-        """Return the equations through which one reads others."""
+        """Return the equations on paths from some equations to another."""
         before, waiting = set[int](), [end]
         while waiting:
             makers = (self.maker.get(a, -1) for a in _compat.variables(self.eqns[waiting.pop()].invars))

@@ -1,13 +1,13 @@
-"""Equations that carry an axis, in several stages -> those of them whose loops hand on the least.
+"""Equations that carry an axis, in several stages -> a subset of them whose loops hand on the fewest bytes.
 
-An axis may be carried far into what mixes it: each row of the matrix in which a contrastive loss compares all examples
-belongs to one of them, and two loops that meet there hand on the matrix, where their towers' results are a hundredth of
-it. What is around the largest values stays in loops; between that and what no loop does, a minimum cut of the bytes
-handed on says what else does. A value that some of its maker and readers are within and others without is handed on:
+Equations that mix an axis may still carry it: each row of the matrix in which a contrastive loss compares all examples
+belongs to one example. Two loops that meet at that matrix hand it on, while the results of their towers are a hundredth
+of it. The equations around the largest values stay in loops. A minimum cut decides about those between them and the
+equations outside all loops. A value is handed on if some but not all of its maker and readers are in loops:
 
-    minimise sum_v nbytes(v) a_v,   a_v >= x_i - x_j for every two equations i, j that make or read v,
+    minimise sum_v nbytes(v) a_v,   a_v >= x_i - x_j for every two equations i, j that compute or read v,
 
-with x = 1 within. Arguments of the program are there anyway, and sums over the axis are small.
+with x = 1 for equations in loops. Arguments of the program are in memory anyway, and sums over the axis are small.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ from .._program._flops import aval_nbytes
 from ._program_readers import Readers
 
 CORES = (1 / 2, 1 / 4, 1 / 8)
-"""Loops keep at least what is around values of one of these shares of the largest: that by which least is handed on."""
+"""Loops keep the equations around values of one of these shares of the largest: the one with the fewest bytes."""
 
 _INFINITE = 2**30
 
@@ -34,8 +34,8 @@ def narrower(
     dimension: Mapping[jex.Var, int | None],
     stages: Sequence[Collection[int]],
 ) -> list[set[int]]:
-    """Return which of these equations loops may do instead of all: what the least is handed on around, for some of the
-    largest values each, and for what the first and the last of the `stages` do.
+    """Return subsets of the equations that loops may compute: those with the fewest bytes handed on around some of the
+    largest values, for each share, and the equations of the first and the last of the `stages`.
 
     **Arguments:** `dimension` of the axis in values.
     """
@@ -65,10 +65,10 @@ def outside_nbytes(
     inside: Collection[int],
     handed: Collection[jex.Var],
 ) -> int:
-    """Return about how many bytes with the axis are in memory at once outside of loops: all that is handed on, and the
-    most that one equation reads and makes. Plans of the rest recompute what is between.
+    """Return about how many bytes with the axis are in memory at once outside loops: all values handed on, and the most
+    that one equation reads and computes. Plans for the other equations recompute the values between.
 
-    **Arguments:** `inside` the equations that loops do; `handed` what these hand on.
+    **Arguments:** `inside` the equations that loops compute; `handed` the values that these hand on.
     """
     beside: dict[int, int] = {}
     kept = 0
@@ -80,7 +80,7 @@ def outside_nbytes(
 
 
 def _around(program: Readers, dimension: Mapping[jex.Var, int | None]) -> dict[Any, set[int]]:
-    """Return the equations that make and read each value with the axis."""
+    """Return the equations that compute or read each value with the axis."""
     rows = (v for v in program.maker if dimension.get(v) is not None)
     return {v: {program.maker[v], *program.readers.get(v, ())} for v in rows}
 
@@ -88,15 +88,15 @@ def _around(program: Readers, dimension: Mapping[jex.Var, int | None]) -> dict[A
 def _cut(
     rules: Collection[int], around: Mapping[jex.Var, Collection[int]], core: Collection[int]
 ) -> set[int]:
-    """Return the equations within where the core is, none but these may be, and the fewest bytes are handed on."""
+    """Return the subset of `rules` that includes `core` and hands on the fewest bytes."""
     source, sink, *_ = range(2 + len(rules))
     node = {i: 2 + n for n, i in enumerate(rules)}
     edges: list[tuple[int, int, int]] = [(source, node[i], _INFINITE) for i in core]
     count = 2 + len(rules)
-    # The flow is a 32-bit number, and is to stay below the capacity of what may not be cut.
+    # Capacities are 32-bit: in this unit, all values together stay below the capacity of edges that must not be cut.
     unit = max(2**10, 1 + sum(aval_nbytes(v.aval) for v in around) // (_INFINITE // 2))
     for v, near in around.items():
-        # One of two nodes for the value is reached where any equation is within, the other where all are.
+        # Of a value's two nodes, one is reached if any of its equations is in a loop, the other if all are.
         some, every = count, count + 1
         count += 2
         edges.append((some, every, max(aval_nbytes(v.aval) // unit, 1)))

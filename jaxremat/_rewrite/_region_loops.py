@@ -1,19 +1,19 @@
-"""Equations that carry an axis -> the loops over its parts that do them, in order, with what must stand in between.
+"""Equations that carry an axis -> the loops over parts of the axis that compute them, in order.
 
-A contrastive loss compares all examples: what a tower makes of an example depends on that example alone, its gradient
-on all others too. Such work is done in two loops, with the comparison in between:
+A contrastive loss compares all examples: a tower's output for an example depends on that example alone, its gradient on
+all the others too. Such work runs in two loops, with the comparison between them:
 
     for i in range(parts): z[i] = tower(w, x[i])
     dz = gradient of the loss of all z
-    for i in range(parts): dw += gradient of tower(w, x[i]) for dz[i]       the tower once more, of a part at a time
+    for i in range(parts): dw += gradient of tower(w, x[i]) for dz[i]       recomputes the tower for this part
 
-and nothing of a tower is kept but `z`. In general the *stage* of an equation counts how often it waits for all parts:
-for a sum over them, or for what mixes them. Each stage is a loop, which computes once more what it reads of earlier
-ones unless that is small, or is handed on anyway.
+and no value of a tower but `z` is kept. In general, the *stage* of an equation counts how often it waits for all parts:
+for a sum over them, or for an equation that mixes them. Each stage is a loop. It recomputes the values that it reads
+from earlier stages, unless these are small or are handed on anyway.
 
-Invariants: the loops, and what stands between them, have an order in which nothing is read before it is made. What must
-be of one run is computed by one loop, and handed on to the others; a comparison of a value with what was selected from
-it may be computed again by a loop that computes both again.
+Invariants: the loops and the equations between them have an order in which each value is computed before it is read. A
+value that must come from one run is computed by one loop and handed on to the others; a comparison of a value with a
+selection from it may be recomputed by a loop that recomputes both.
 """
 
 import heapq
@@ -35,29 +35,28 @@ from ._program_readers import Readers
 from ._region_cut import narrower, outside_nbytes
 
 LIGHT = 1 / 16
-"""A stage that reads and makes less than this share of what the largest does is done between the loops, all parts at
-once."""
+"""A stage with less than this share of the largest stage's bytes runs between the loops, on all parts at once."""
 
 SMALL = 1 / 32
-"""Loops may hand on, rather than compute again, values of at most this share of the largest, ..."""
+"""Loops may hand on values of at most this share of the largest, instead of recomputing them, ..."""
 
 LESS = 1 / 2
-"""... if that leaves no more than this share of the operations that they repeat otherwise."""
+"""... if this leaves at most this share of the operations that they would repeat otherwise."""
 
 LEAST_LEFT = 0.5
-"""Where some is done between loops, they do at least this share of the contractions themselves."""
+"""If some equations run between loops, the loops keep at least this share of the contractions."""
 
 Loop = Mapping[int, BatchingRule]
-"""The equations that one loop does, by index, with the ways in which they carry the axis."""
+"""The equations of one loop, by index, with the rules by which they carry the axis."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a region may be at most; more is left as it is.
+    """The limits of a region; a larger one is left unchanged.
 
-    **Fields:** the contractions of one loop (`products`), or it would want a plan of its own, and of all loops
-    (`most_products`); the number of `stages`, and the `fewest` of these; the operations that loops `repeat`, as a share
-    of those that they do.
+    **Fields:** the contractions of one loop (`products`), because a longer one would need a plan of its own, and of all
+    loops (`most_products`); the number of `stages`, and the `fewest` of these; the operations that loops `repeat`, as a
+    share of those that they compute.
     """
 
     products: int
@@ -68,33 +67,33 @@ class Limits:
 
 
 USUAL = Limits(products=8, most_products=24, stages=4, repeat=1.25)
-"""Each batch normalisation is two stages. A layer whose weights are frozen, but for adapters, repeats 1.02 times as
-many operations as it has."""
+"""Each batch normalisation is two stages. A frozen layer with adapters repeats 1.02 times its operations."""
 
 WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0, fewest=USUAL.stages + 1)
-"""Of a step that has no region otherwise: forces of a graph network of three layers, which are gradients that are
-differentiated, are ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory.
-One of few stages, as of a few layers alike, is too much for a loop: microbatches and plans are for those."""
+"""For a step without other regions: forces of a graph network of three layers, which are gradients that are
+differentiated, have ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory. A
+large region of few stages, such as a few equal layers, is left to microbatches and plans.
+"""
 
 
 class Component(Protocol):
-    """Equations that carry one axis. **Fields:** the `rules` of these, by index; `dimension` of the axis in values."""
+    """Equations that carry one axis. **Fields:** their `rules`, by index; the `dimension` of the axis in values."""
 
     rules: dict[int, BatchingRule]
     dimension: dict[Any, int | None]
 
     def with_sums(self, indices: Collection[int]) -> list[int]:
-        """Add the equations that add up sums which some of its equations make; return which these are."""
+        """Add the equations that add up sums computed by some of its equations; return the added ones."""
         ...
 
 
 def loops_of(
     program: Readers, components: Sequence[Component], limits: Limits = USUAL
 ) -> tuple[Loop, ...] | None:
-    """Return the loops that do these components, in an order in which they can run; None where there is none within the
+    """Return the loops that compute these components, in an order in which they can run; None if none is within
     `limits`.
 
-    What loops do not do is taken out of the components.
+    Equations that no loop computes are removed from the components.
     """
     found: list[Loop] = []
     for component in components:
@@ -107,6 +106,7 @@ def loops_of(
         loops, again = _with_repeated(program, component, stages, 0)
         if len(stages) > 1:
             handing, left = _with_repeated(program, component, stages, SMALL)
+            # Handing on costs memory: it must spare most of the repeated operations.
             if left <= LESS * again:
                 loops, again = handing, left
         if again > limits.repeat * sum(_flops(program, own) for own in stages):
@@ -117,7 +117,7 @@ def loops_of(
 
 
 def schedule(program: Readers, loops: Sequence[Loop]) -> list[int] | None:
-    """Return the order of equations in no loop, by index, and of loops, by the complement of their index; None where
+    """Return the order of equations outside loops, by index, and of loops, by the complement of their index; None if
     loops would wait for one another. Equations of one of the program's own loops stay together.
     """
     first = owners(loops)
@@ -144,7 +144,7 @@ def schedule(program: Readers, loops: Sequence[Loop]) -> list[int] | None:
 def _ordered(
     program: Readers, loops: Sequence[Loop], first: Mapping[int, int], node: Mapping[int, int]
 ) -> list[int] | None:
-    """Return the order of the nodes that some equations are parts of; None where they would wait for one another."""
+    """Return the order of the nodes that some equations belong to; None if they would wait for one another."""
     eqns = program.eqns
     members: dict[int, list[int]] = {}
     for i, each in node.items():
@@ -173,8 +173,8 @@ def _ordered(
 
 
 def owners(loops: Sequence[Loop]) -> dict[int, int]:
-    """Return for each equation that loops do in place of the program the first loop that does it: what later ones make
-    of it is read there.
+    """Return the first loop of each equation that loops compute in place of the program: its results are read from that
+    loop.
     """
     found: dict[int, int] = {}
     for number, loop in enumerate(loops):
@@ -185,7 +185,7 @@ def owners(loops: Sequence[Loop]) -> dict[int, int]:
 
 
 def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[jex.Var]:
-    """Return what equations outside of a loop, or other loops, read of it."""
+    """Return the results of a loop that equations outside it, or other loops, read."""
     first = owners(loops)
 
     def is_read(v: jex.Var, i: int) -> bool:
@@ -199,8 +199,8 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[jex.
 
 
 def goes_on(program: Readers, loop: Loop, v: Atom) -> bool:
-    """Return whether a value is a sum of a loop to which each chunk adds in its place: one that is
-    scattered, or one of sums with such a sum among them.
+    """Return whether a value is a sum of a loop to which each chunk adds in place: a scattered sum, or a sum of several
+    with such a sum among them.
     """
     i = -1 if _compat.is_literal(v) else program.maker.get(v, -1)
     if i not in loop:
@@ -212,9 +212,9 @@ def goes_on(program: Readers, loop: Loop, v: Atom) -> bool:
 
 
 def _narrowed(program: Readers, component: Component, limits: Limits) -> list[list[int]]:
-    """Return the equations of each stage that loops do: those of the component but for what makes little, or fewer, so
-    that there are not too many stages and others need little memory for what was handed on; none where that is
-    impossible.
+    """Return the equations of each stage that loops compute, without light stages, and without others if there are too
+    many, or if the values handed on would need much memory outside the loops; empty if that is impossible within the
+    limits.
     """
     own = {i: rule for i, rule in component.rules.items() if not rule.copied}
     everything = _without_light(program, component, own)
@@ -245,7 +245,7 @@ def _products(program: Readers, indices: Iterable[int]) -> int:
 
 
 def _without_light(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
-    """Return these equations of a component by stage, without stages that make little."""
+    """Return these equations of a component by stage, without stages that read and compute little."""
     left = set(rules)
     while True:
         stages = _stages(program, component, left)
@@ -257,8 +257,9 @@ def _without_light(program: Readers, component: Component, rules: Collection[int
 
 
 def _touched_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
-    """Return the bytes along the axis that some of its equations make, or read of others of it: weighted sums of
-    gradients of each example make little, and without a loop of theirs all of these are handed on.
+    """Return the bytes, along the axis, of values that some equations compute or read from others of the component:
+    weighted sums of each example's gradients are small, but unless a loop computes them all of the gradients are handed
+    on.
     """
     eqns = program.eqns
     made = {v for i in indices for v in eqns[i].outvars}
@@ -272,11 +273,11 @@ def _touched_nbytes(program: Readers, component: Component, indices: Collection[
 
 
 def _stages(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
-    """Return these equations of a component by stage, in order, those of each loop of the program by themselves."""
+    """Return these equations of a component by stage, in order, with each of the program's own loops separate."""
     ways = ((program.eqns[i], component.rules[i]) for i in rules)
     sums = {v for eqn, rule in ways for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum}
     stage: dict[int, int] = {}
-    needed: dict[int, int] = {}  # by other equations: how many stages have to be done before them
+    needed: dict[int, int] = {}  # for each other equation, the number of stages that run before it
     for i in program.alive:
         operands = _compat.variables(program.eqns[i].invars)
         makers = [(a, program.maker[a]) for a in operands if a in program.maker]
@@ -295,10 +296,9 @@ def _stages(program: Readers, component: Component, rules: Collection[int]) -> l
 def _with_repeated(
     program: Readers, component: Component, stages: Sequence[Sequence[int]], small: float
 ) -> tuple[list[Loop], float]:
-    """Return for each stage all that its loop does: what something needs of it, and what is computed once more for
-    that; also the operations of the latter.
+    """Return for each stage the equations of its loop, its own and recomputed ones, and the operations of the latter.
 
-    **Arguments:** `small` the share of the largest value that is handed on instead.
+    **Arguments:** `small` the share of the largest value up to which values are handed on instead.
     """
     loops = _Handing(program, component, stages, small)
     decided: set[int] = set()
@@ -311,7 +311,7 @@ def _with_repeated(
 
 
 class _Handing:
-    """The loops of stages, by what each hands on to those behind it and what these compute once more instead."""
+    """The loops of stages: the values that each hands on to later ones, and the equations that these recompute."""
 
     def __init__(
         self, program: Readers, component: Component, stages: Sequence[Sequence[int]], small: float
@@ -327,10 +327,10 @@ class _Handing:
             for v in program.eqns[i].outvars
             if v in program.returned or any(j not in self.stage for j in program.readers.get(v, ()))
         }
-        """What something besides the loops reads."""
+        """Values that equations outside the loops read."""
 
     def built(self, decided: Collection[int]) -> list[Loop]:
-        """Return the loops where these decisions are handed on besides."""
+        """Return the loops if the results of `decided` are handed on too."""
         found: list[Loop] = []
         needed, left = self.wanted, self.room
         for number in reversed(range(len(self.stages))):
@@ -346,8 +346,8 @@ class _Handing:
     def _members(
         self, number: int, handed: Collection[int], needed: Collection[jex.Var], room: int
     ) -> tuple[set[int], set[jex.Var], int]:
-        """Return the equations of a stage's loop, what later loops and it need of others, and how many bytes may be
-        handed on besides.
+        """Return the equations of a stage's loop, the values that it and later loops need from elsewhere, and how many
+        more bytes may be handed on.
         """
         program, rules, stage = self.program, self.component.rules, self.stage
         wanted, members = {*needed}, set[int]()
@@ -376,8 +376,9 @@ class _Handing:
         return members, wanted, room
 
     def _torn(self, number: int, members: set[int]) -> Iterator[int]:
-        """Yield what a loop may not compute again: decisions of which one side is not, or that side's operands; or
-        beside which it reads another about the same value, as `a == max(a, b)` beside `b == max(a, b)`.
+        """Yield the equations that a loop may not recompute: a decision, if the loop does not recompute both sides from
+        their common origin (for a decision of its own stage, that origin), or if it reads another decision about the
+        same value, such as `a == max(a, b)` next to `b == max(a, b)`.
         """
         program, stage = self.program, self.stage
         read = {program.maker.get(a, -1) for i in members for a in self._operands(i)}
@@ -391,8 +392,8 @@ class _Handing:
                 yield from (j for j in own if stage.get(j, number) < number)
 
     def decided_twice(self, loops: Sequence[Loop]) -> set[int]:
-        """Return the decisions about values that several of the loops decide about, each by numbers of its own run:
-        what one makes of its decision and what another makes of theirs do not add up.
+        """Return the decisions about values that several loops decide about: each loop would use values of a separate
+        run, and the results of these decisions would be inconsistent.
         """
         of_a_run = self.program.of_a_run
         decided = ({a for i in of_a_run.keys() & loop.keys() for a in self._operands(i)} for loop in loops)

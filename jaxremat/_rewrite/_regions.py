@@ -1,6 +1,6 @@
-"""A region: equations of a program that fall apart into rows alike, and what it is worth in how many chunks.
+"""A region: equations of a program that split into equal rows, and its gain and cost for each number of chunks.
 
-`_row_regions` finds them, `_row_chunks` does their work chunk after chunk.
+`_row_regions` searches for regions, `_row_chunks` runs them one chunk at a time.
 """
 
 import math
@@ -16,35 +16,34 @@ from .._program._primitives import is_fusion_root
 from ._region_loops import Loop
 
 CHUNKS = (2, 4, 8, 16)
-"""Of the numbers of chunks that divide the rows the nearest to these are considered, ..."""
+"""For each of these numbers, the nearest number of chunks that divides the rows is considered, ..."""
 
 MORE_CHUNKS = (32, 64, 128)
-"""... and to these where a chunk keeps `LEAST_CHUNK_NBYTES` to itself then: by hand examples are often done one by one.
-"""
+"""... and for these if a chunk then keeps `LEAST_CHUNK_NBYTES` inside: hand-written steps often run single examples."""
 
 LEAST_CHUNK_NBYTES = 1 << 20
 
 FAR = 1.5
-"""Where the nearest is farther off than by this factor, one that does not divide the rows is considered besides, ..."""
+"""If the nearest is off by more than this factor, a number that does not divide the rows is considered too, ..."""
 
 MOST_BEYOND = 1 / 8
-"""... if the last of its chunks has no more than this share of all rows behind them."""
+"""... if at most this share of all rows would be past the end, in its last chunk."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Equations of a program that fall apart into rows alike.
+    """Equations of a program that split into equal rows.
 
-    **Fields:** the `loops` over chunks that do them, in order; `rows` that any number of chunks must divide;
-    `inner_nbytes` of what it neither reads nor leaves; `left_nbytes` of the rows that it leaves; `sum_nbytes` of its
-    sums; `read_nbytes` of what each chunk reads whole; `kernels` about how many it takes; `source` the user's line;
-    `whole` whether it is most of a step, see `_microbatches`; `parts` in how many pieces its rows lie, each on devices
-    of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
-    these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
-    program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has;
-    `uneven` whether the last chunk may end behind the rows: not where a loop or a choice adds up sums within, for its
-    body would have to make zeros of rows that there are not; `windowed` whether equations read rows around their own,
-    see `_halos`, and the `halos` of equations: how much of all rows each chunk does besides its own.
+    **Fields:** the `loops` over chunks that compute them, in order; `rows` that any number of chunks must divide;
+    `inner_nbytes` of the values that neither enter nor leave it; `left_nbytes` of the rows that leave it; `sum_nbytes`
+    of its sums; `read_nbytes` of the values that each chunk reads whole; `kernels` about how many it takes; `source`
+    the user's line; `whole` whether it is most of a step, see `_microbatches`; `parts` the number of pieces of its
+    rows, each on separate devices, or 0 if it may not run in chunks there (a chunk has rows of every piece);
+    `sent_nbytes` that these devices send each other for each chunk; `repeated` the equations that loops recompute;
+    `loop` the program's loop that it is in, with the backward loop of a pair, or -1, and the number of its `trips`;
+    `uneven` whether the last chunk may end past the rows (not if a loop or a branch inside adds up sums: its body would
+    have to zero the missing rows); `windowed` whether equations read neighbouring rows, see `_halos`, and `halos` the
+    share of all rows that each chunk computes in addition to its own, by equation.
     """
 
     loops: tuple[Loop, ...]
@@ -67,13 +66,13 @@ class Region:
 
     @cached_property
     def rules(self) -> Loop:
-        """The ways of all its equations, by index."""
+        """The rules of all its equations, by index."""
         return {i: rule for loop in self.loops for i, rule in loop.items()}
 
     def on_devices(self, parts: int, share: float) -> "Region":
-        """Return the same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
+        """Return the same region in `parts` pieces: devices add up their sums, and gather values that are read whole.
 
-        **Arguments:** `share` of what is the same for all rows that a device has.
+        **Arguments:** `share` of the values without rows that one device has.
         """
         parts = 0 if self.windowed and parts > 1 else parts
         return replace(
@@ -87,7 +86,7 @@ class Region:
 
     @cached_property
     def choices(self) -> tuple[int, ...]:
-        """Numbers of chunks, in ascending order."""
+        """The numbers of chunks to choose from, in ascending order."""
         rows = self.rows // self.parts if self.parts and self.rows % self.parts == 0 else 0
         counts = range(2, min(rows, 2 * MORE_CHUNKS[-1]) + 1)
         even = [n for n in counts if rows % n == 0]
@@ -105,12 +104,12 @@ class Region:
         return tuple(sorted(found))
 
     def fewer_nbytes(self, chunks: int) -> int:
-        """Return what so many chunks may save at most."""
+        """Return the most bytes that this number of chunks may save."""
         return self.inner_nbytes - self.inner_nbytes // chunks
 
     def more_seconds(self, chunks: int, device: DeviceSpec) -> float:
-        """Return what so many chunks take longer: sums are read and written for each, what is read whole is read
-        again, devices send it again, kernels are launched, and loops repeat some of them.
+        """Return the extra time of this number of chunks: each reads and writes the sums, reads whole values again, has
+        devices send them again and launches its kernels, and loops repeat some of these.
         """
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
         again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
@@ -119,6 +118,6 @@ class Region:
         return self.trips * (nbytes / device.bandwidth + (chunks - 1) * again + repeated)
 
     def named(self, index: Mapping[int, int]) -> "Region":
-        """Return the same by other indices of its equations."""
+        """Return the same region with other indices of its equations."""
         loops = ({index[i]: rule for i, rule in loop.items()} for loop in self.loops)
         return replace(self, loops=tuple(loops))

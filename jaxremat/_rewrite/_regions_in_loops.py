@@ -1,10 +1,10 @@
 """Flat program -> the regions of rows in iterations of its loops, and the same program with them in chunks.
 
-A layer's body that a scan runs, or the body of gradient accumulation, has regions as any program: where its loops are
-inlined, both passes of a pair are sections of equations, and the backward section reads the forward one's values. Each
-loop over chunks is in one section. What chunks of the backward section compute again needs no stack.
+The body of a scan over layers, or of gradient accumulation, has regions like any program: with its loops inlined, both
+passes of a pair are sections of equations, and the backward section reads the forward one's values. Each loop over
+chunks is in one section. Values that chunks of the backward section recompute need no stack.
 
-Invariant: the loops that come out have the carries and the order of those that went in.
+Invariant: the resulting loops have the same carries and order.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from ._row_regions import regions
 def regions_in_loops(
     readers: Readers, inliner: Inliner, *, keeps_scores: bool, keeps_batches: bool
 ) -> tuple[Region, ...]:
-    """Return the regions in iterations of loops, which are inlined, of a program that `inliner` has made, and those
-    that are most of an iteration of a loop with both passes.
+    """Return the regions in iterations of inlined loops, and those that are most of an iteration of a loop with both
+    passes, of a program that `inliner` produced.
 
-    **Arguments:** `keeps_scores` as of `Source`; `keeps_batches` whether there are none of the latter.
+    **Arguments:** `keeps_scores` as in `Source`; `keeps_batches` leaves out regions of the second kind.
     """
     opened = readers.program
     if not opened.loops:
@@ -45,9 +45,9 @@ def regions_in_loops(
 def chunked_in_loops(
     program: FlatProgram, chosen: Sequence[tuple[Region, int]], inliner: Inliner, *, keeps_scores: bool
 ) -> FlatProgram:
-    """Return the program with each of these regions in so many chunks, its loops closed again.
+    """Return the program with each of these regions in its number of chunks, and its loops closed again.
 
-    **Arguments:** `inliner` that made the program; `keeps_scores` as of `Source`, or where attention stays as it is.
+    **Arguments:** `inliner` that produced the program; `keeps_scores` as in `Source`, or if attention stays unchanged.
     """
     opened = inline_loops(program, inliner, inner=False)
     cut = chunked(opened, chosen, apart=opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores))

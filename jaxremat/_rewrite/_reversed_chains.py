@@ -21,32 +21,32 @@ from ._flat_program import FlatProgram, Loop, with_eqns
 from ._inverses import Following
 
 LONGEST = 1024
-"""A block has at most so many equations."""
+"""The most equations of a block."""
 
 BLOCKS = 2
-"""A chain has at least so many blocks with contractions in them."""
+"""The fewest blocks with contractions in a chain."""
 
 ENDS = (*SUMS, "sub", "mul", "concatenate")
-"""What a chain may end with."""
+"""Primitives that a chain may end with."""
 
 LARGE = 1e-3
-"""What holds less than this share of the largest value is no end of a chain."""
+"""A chain does not end with a value below this share of the largest."""
 
 _UNDONE = "undone_"
-"""How the equations that undo blocks are named, before the block's number."""
+"""The scope of equations that undo a block, before the block's number."""
 
 
 def block_of(eqn: jex.JaxprEqn) -> int | None:
-    """Return the number of the block that an equation of the backward pass undoes, None where it does not."""
+    """Return the number of the block that an equation of the backward pass undoes, or None."""
     name = _compat.last_scope(eqn)
     return int(name.removeprefix(_UNDONE)) if name.startswith(_UNDONE) else None
 
 
 @dataclass(frozen=True)
 class Block:
-    """What the backward pass computes of a block.
+    """The part of a block that the backward pass computes.
 
-    **Fields:** `eqns` in order; `names` what they call values of the forward pass that the backward pass reads.
+    **Fields:** `eqns` in order; `names` the new names of values of the forward pass that the backward pass reads.
     """
 
     eqns: tuple[Any, ...]
@@ -54,7 +54,7 @@ class Block:
 
 
 def chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> list[list[Block]]:
-    """Return the chains of a program with its loops inlined: of each its blocks, the last first."""
+    """Return the chains of a program with inlined loops: the blocks of each, the last first."""
     return _chains(closed, loop_of, backward_equations(closed.jaxpr.eqns, loop_of, loops))
 
 
@@ -73,7 +73,7 @@ def _chains(
 
 
 class _Program:
-    """The forward pass as a row of equations, and what its values are."""
+    """The forward pass as a list of equations, with properties of its values."""
 
     def __init__(self, closed: jex.ClosedJaxpr, loop_of: Sequence[int], in_backward: Sequence[bool]):
         eqns = closed.jaxpr.eqns
@@ -84,8 +84,8 @@ class _Program:
             a for eqn, _, is_backward in flags if is_backward for a in _compat.variables(eqn.invars)
         }
         self.maker = {v: eqn for eqn in self.forward for v in eqn.outvars}
-        self.last: dict[Any, int] = {}  # where the forward pass reads a value last
-        self.deep: set[Any] = set()  # what takes contractions to make
+        self.last: dict[Any, int] = {}  # value -> its last reader in the forward pass
+        self.deep: set[Any] = set()  # values that depend on contractions
         self.given = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
         for i, eqn in enumerate(self.forward):
             read = _compat.variables(eqn.invars)
@@ -97,7 +97,7 @@ class _Program:
         self.large = LARGE * max((aval_nbytes(v.aval) for v in self.maker), default=0)
 
     def ends(self, stop: int) -> bool:
-        """Return whether a chain may end before that equation."""
+        """Return whether a chain may end before the equation at `stop`."""
         eqn = self.forward[stop - 1]
         if eqn.primitive.name not in ENDS or self.in_loop[stop - 1]:
             return False
@@ -105,7 +105,7 @@ class _Program:
         return v in self.deep and v in self.last and aval_nbytes(v.aval) >= self.large
 
     def chain(self, stop: int) -> tuple[list[Block], int]:
-        """Return the blocks of the chain that ends before that equation, and where the first of them begins."""
+        """Return the blocks of the chain that ends before `stop`, and the index of its first equation."""
         known = Following(self.maker.get)
         known.know({v: v for v in self.given})
         there = {
@@ -126,7 +126,7 @@ class _Program:
         return self._blocks(known, edges, made)
 
     def _blocks(self, known: Following, edges: Sequence[int], made: Sequence[int]) -> tuple[list[Block], int]:
-        """Return the blocks of which the backward pass wants something, if there are several."""
+        """Return the blocks with values that the backward pass reads, if there are several."""
         inside = self.forward[edges[-1] : edges[0]]
         names = {
             v: known.name[v] for eqn in inside for v in eqn.outvars if v in self.wanted and v in known.name
@@ -143,13 +143,13 @@ class _Program:
 
 
 def chains_in_reverse(program: FlatProgram) -> FlatProgram:
-    """Compute in the backward pass what it wants of chains from what comes out of these."""
+    """Compute the values of chains that the backward pass reads from the chains' outputs."""
     jaxpr, loop_of = program.closed.jaxpr, program.loop_of
     in_backward = backward_equations(jaxpr.eqns, loop_of, program.loops)
-    before: dict[int, list[Block]] = {}  # equation of the backward pass -> what it needs first
+    before: dict[int, list[Block]] = {}  # equation of the backward pass -> the blocks undone before it
     names: dict[Any, Any] = {}
     backward = (i for i in reversed(range(len(in_backward))) if in_backward[i])
-    reads = {a: i for i in backward for a in _compat.variables(jaxpr.eqns[i].invars)}  # where first
+    reads = {a: i for i in backward for a in _compat.variables(jaxpr.eqns[i].invars)}  # first readers
     for chain in _chains(program.closed, loop_of, in_backward):
         at = len(jaxpr.eqns)
         for block in reversed(chain):

@@ -1,6 +1,6 @@
 """Flat equations -> the same with pairs of scans that keep only the last carry of the forward scan.
 
-If an iteration's carries follow from those that it returns (see `_inverses`), as in reversible couplings, no other
+If an iteration's initial carries follow from its final ones (see `_inverses`), as in reversible couplings, no other
 carry needs to be kept: a pair
 
     c, R = scan(forward, c0, X)                g, Y = scan(backward, g0, (R, X), reverse)
@@ -31,7 +31,7 @@ from ._sinking import sink_into
 
 
 def loops_in_reverse(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Let those pairs that are to be undone run back without what they had kept, where they can."""
+    """Undo the pairs that the form selects, where this is possible, instead of keeping their residuals."""
     chosen = {number for number, form in enumerate(program.pairs) if form.undone}
     jaxpr = program.closed.jaxpr
     pairs = backward_of(jaxpr.eqns)
@@ -58,9 +58,7 @@ def loops_in_reverse(program: FlatProgram, inliner: Inliner) -> FlatProgram:
 
 
 def reversible_nbytes(forward: jex.JaxprEqn, backward: jex.JaxprEqn) -> int:
-    """Return bytes of the carries of a pair of scans that need not be kept for each iteration, 0 where they do not
-    follow.
-    """
+    """Return the bytes of a pair's carries that need not be kept for each iteration; 0 if the pair cannot be undone."""
     pair = _Pair(forward, backward, Inliner())
     if pair.known is None or not any(map(is_contraction, pair.again)):
         return 0
@@ -70,9 +68,9 @@ def reversible_nbytes(forward: jex.JaxprEqn, backward: jex.JaxprEqn) -> int:
 class _Pair:
     """A forward scan and its backward scan.
 
-    **Fields:** how many `carries` the forward scan has, and which of them are `kept` to go back from; `known` what
-    follows from those that an iteration leaves, None where that is not all that the backward scan reads; the equations
-    `again` that make this.
+    **Fields:** the number of `carries` of the forward scan, and those that are `kept` to go back from; `known` the
+    values that follow from an iteration's final carries, or None if the backward scan reads others; `again` the
+    equations that compute these values.
     """
 
     def __init__(self, forward: jex.JaxprEqn, backward: jex.JaxprEqn, inliner: Inliner):
@@ -81,7 +79,7 @@ class _Pair:
         self.carries = len(init)
         self.consts = [_compat.new_var(a.aval) for a in consts]
         self.rows = [_compat.new_var(jex.mapped_aval(self._length, 0, a.aval)) for a in scanned]
-        self.left = [_compat.new_var(a.aval) for a in init]  # what the iteration left
+        self.left = [_compat.new_var(a.aval) for a in init]  # the final carries of the iteration
         self.known: Following | None = None
         self.kept: list[int] = []
         self.again: list[Any] = []
@@ -92,7 +90,7 @@ class _Pair:
         return self.forward.params["length"]
 
     def _follow(self, found: Sequence[jex.Var]) -> None:
-        """Look for what follows; `found` are the carries as the iteration finds them."""
+        """Derive the values that follow; `found` are the initial carries of the iteration."""
         eqns: list[Any] = []
         inside = [*self.consts, *found, *self.rows]
         info = self.forward.source_info
@@ -119,7 +117,7 @@ class _Pair:
             wanted += more
 
     def apart(self) -> jex.JaxprEqn:
-        """Return the scan that runs both passes of an iteration on its way back."""
+        """Return the scan that undoes an iteration and runs its backward pass."""
         assert self.known is not None
         consts, init, scanned = operands(self.backward)
         own_consts = [_compat.new_var(a.aval) for a in consts]
@@ -148,4 +146,5 @@ class _Pair:
             ([*fixed, *before[0], *consts], starts, [*before[2], *rows]),
             (lasts, self.backward.outvars[len(init) :]),
         )
+        # The scan contains both passes, and `_loop_inlining` inlines scans with this primitive.
         return scan.replace(primitive=APART, source_info=_compat.root_source(self.backward))

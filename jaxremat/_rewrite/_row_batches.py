@@ -1,6 +1,6 @@
-"""Equations -> the same, where indices that count rows are batch dimensions, see `_row_indices`.
+"""Equations -> the same, with indices that count rows turned into batch dimensions, see `_row_indices`.
 
-Law: as many equations; what made the indices may be needed no more.
+Invariant: the number of equations stays the same; those that compute the indices may become dead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _INDICES = frozenset(
         "squeeze", "transpose",
     }
 )  # fmt: skip
-"""What indices are made with; what makes something else is not looked into."""
+"""Primitives that compute indices; results of others are inputs."""
 
 
 @mechanism("rows as batch dimensions", off=lambda eqns: list(eqns))
@@ -36,7 +36,7 @@ def with_row_batches(eqns: Sequence[jex.JaxprEqn]) -> list[Any]:
 
 
 def _batched(eqn: jex.JaxprEqn, maker: Mapping[Any, jex.JaxprEqn]) -> jex.JaxprEqn:
-    """Return the equation by row, itself where no column of its indices counts rows."""
+    """Return the equation by row, unchanged if no column of its indices counts rows."""
     if any(_compat.is_literal(a) or on_mesh(a.aval) for a in eqn.invars):
         return eqn
     joined, shape = maker.get(eqn.invars[1]), shaped(eqn.invars[1]).shape
@@ -52,7 +52,7 @@ def _batched(eqn: jex.JaxprEqn, maker: Mapping[Any, jex.JaxprEqn]) -> jex.JaxprE
 
 
 def _made_of(columns: Sequence[Any], maker: Mapping[Any, jex.JaxprEqn]) -> jex.ClosedJaxpr:
-    """Return the program that makes columns of indices."""
+    """Return the program that computes columns of indices."""
     eqns: dict[int, jex.JaxprEqn] = {}
     free: dict[Any, None] = {}
 

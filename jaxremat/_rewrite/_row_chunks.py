@@ -1,17 +1,17 @@
-"""Flat equations, regions of rows -> the same with their work done chunk after chunk.
+"""Flat equations, regions of rows -> the same program with each region computed one chunk at a time.
 
     logits = h @ W                                       for i in range(chunks):
     loss, dlogits = softmax_cross_entropy(logits)   ->       logits = h[i] @ W
     dW, dh = h.T @ dlogits, dlogits @ W.T                    loss[i], dlogits = softmax_cross_entropy(logits)
                                                              dW, dh[i] = dW + h[i].T @ dlogits, dlogits @ W.T
 
-needs a fraction of the memory and no operation twice. It is one call, within which nothing is planned.
+The loop needs a fraction of the memory and repeats no operation. It is one call, within which nothing is planned.
 
-In a function that is *differentiated later* a loop is scanned over its chunks, and stacks theirs: so its gradient is a
-loop over chunks of cotangents, in which sums over chunks are added up in their place. What happens in an iteration is
-planned as in any scan of such a function.
+In a function that is *differentiated later* the loop is a scan over chunks with stacked results. Its gradient is then a
+loop over chunks of cotangents, which adds sums over chunks in place. An iteration is planned as in any scan of such a
+function.
 
-Law: rows are made by the same operations as before, sums over rows chunk by chunk.
+Invariant: rows are computed by the same operations as before; sums over rows are added chunk by chunk.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -63,17 +63,17 @@ def chunked(
     apart: Collection[int] = (),
     differentiable: bool = False,
 ) -> FlatProgram:
-    """Return the program with each of these regions in so many chunks.
+    """Return the program with each of these regions in its number of chunks.
 
-    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `apart` equations that a later pass looks for as
-    they are, as those of attention; `differentiable` whether it is a function that is differentiated later.
+    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `apart` equations, such as those of attention,
+    that a later pass needs unchanged; `differentiable` whether the program is a function that is differentiated later.
     """
     program = Readers(before, differentiable=differentiable)
     all_loops = [loop for region, _ in chosen for loop in region.loops]
     of_loops = [each for each in chosen for _ in each[0].loops]
     kind = _ScannedChunks if differentiable else _Chunks
     order = schedule(program, all_loops)
-    assert order is not None  # or they were no regions
+    assert order is not None  # regions have an order
     place = {each: k for k, each in enumerate(order)}
     loops = [
         kind(program, all_loops, number, *each, labels, place, apart) for number, each in enumerate(of_loops)
@@ -89,15 +89,15 @@ def chunked(
             eqns += made
             origin += [-1] * len(made) if i < 0 else [i]
             loop_of += [loops[~i].loop if i < 0 else program.loop_of[i]] * len(made)
-    needed = alive(with_eqns(before.closed, eqns))  # not what chunks alone read, and make again
+    needed = alive(with_eqns(before.closed, eqns))  # chunks have copies of equations that only they read
     eqns, origin, loop_of = (list(compress(each, needed)) for each in (eqns, origin, loop_of))
     return before.moved(with_eqns(before.closed, eqns), origin, loop_of)
 
 
 class _Chunks:
-    """One of the loops over chunks of regions' rows, by its `number` among all of them.
+    """One loop over the chunks of a region's rows: the one with index `number` among `loops`.
 
-    **Arguments:** `place` in the program of each equation, and of loops, as of `schedule`; `apart` as of `chunked`.
+    **Arguments:** `place` the position of each equation and loop, as in `schedule`; `apart` as in `chunked`.
     """
 
     def __init__(
@@ -118,9 +118,10 @@ class _Chunks:
         self.own = {i for i, rule in self.rules.items() if not rule.copied}
         self.leaves = handed_on(program, loops, number)
         first = owners(loops)
-        # What the forward pass makes for gradients alone is made in the backward loop.
+        # Forward values that only gradients read are computed in the backward loop.
         self.loop = program.loop_of[max(i for i in self.own if first[i] == number)]
-        # Of most of a step a loop is one of the forward pass, as is any other loop without gradients but the last.
+        # A loop of most of a step belongs to the forward pass, and so does a loop without gradients that is not
+        # the last of its region.
         in_backward = [i for i in sorted(self.own) if is_backward(program.eqns[i])]
         early = [i for i in sorted(self.own) if not is_backward(program.eqns[i])]
         has_gradients = any(contracts(program.eqns[i]) for i in in_backward)
@@ -140,36 +141,36 @@ class _Chunks:
             if region.windowed or self.parts.beyond
             else RowParts(self.dimension, self.parts, region.parts)
         )
-        # XLA schedules what a body returns last first: products that make rows, behind which their operands can make
-        # room for products that are sums. With a head of tied weights that is one gradient of these less.
+        # XLA schedules the last results of a body first. Products that return rows come last, so their operands are
+        # freed before products that are sums: with a head of tied weights, one gradient less is in memory.
         self.leaves.sort(
             key=lambda v: self.dimension[v] is not None and contracts(program.eqns[program.maker[v]])
         )
-        # A sum that is scattered goes on in the array that it starts with, as does one of several sums with such among
-        # them: tied embeddings have one gradient, not one for each time that they are read.
+        # A scattered sum, or a sum of several with a scattered one among them, is added in place to the array that it
+        # starts with: tied embeddings have one gradient, not one per reader.
         self.going = {v: leaf for leaf in self.leaves for v in self._going(leaf)}
         self.over = {leaf: self._begins(leaf) for leaf in dict.fromkeys(self.going.values())}
-        # So does one that is added to a carry of the loop around, as gradients are accumulated, or scaled and added; or
-        # to what was made before, as the gradient of what two loops read.
+        # So is a sum that is added, maybe scaled, to a carry of the surrounding loop (accumulated gradients), or to a
+        # value computed before this loop (the gradient of a value that two loops read).
         before = {i for i in place if i >= 0 and place[i] < place[~number]}
         before.update(i for i, other in first.items() if place[~other] < place[~number])
         self.begun = {v: made for v in self.leaves if (made := self._added_to(v, before)) is not None}
         self.moved = self._moved()
         self.turned = self._turned()
-        # What chunks read, parts of it or all, and what the call reads.
+        # `parted` are the operands of a chunk, in parts or whole; `reads` are those of the call.
         self.parted = self._read_by([*self.turned, *self.rules])
         carries = (begin for _, begin in self.begun.values())
         self.reads = list(dict.fromkeys([*self._read_by([*self.moved, *self.rules]), *carries]))
 
     def _going(self, v: Atom) -> list[Any]:
-        """Return a sum that each chunk adds to in its place, and those that it is of; none if it is no such sum."""
+        """Return a sum that each chunk adds to in place, and the sums that it adds up; empty for any other value."""
         if _compat.is_literal(v) or not goes_on(self.program, self.rules, v):
             return []
         eqn = self.program.eqns[self.program.maker[v]]
         return [v, *(own for a in eqn.invars if not is_scattered(eqn) for own in self._going(a))]
 
     def _begins(self, leaf: jex.Var) -> list[Any]:
-        """Return what such a sum starts with, all of which are added: zeros but once."""
+        """Return the start values of such a sum, which are added up; zeros only if it has no others."""
         made = [self.program.eqns[self.program.maker[v]] for v, of in self.going.items() if of is leaf]
         begins = [eqn.invars[0] for eqn in made if is_scattered(eqn)]
         maker = self.program.maker
@@ -177,10 +178,10 @@ class _Chunks:
         return [a for a in begins if not around.is_zero(a)] or begins[:1]
 
     def _added_to(self, v: jex.Var, before: Collection[int]) -> tuple[list[int], Any] | None:
-        """Return the equations that scale a sum and add it to a carry, or to what nothing else reads, and that; None
-        where it is read otherwise.
+        """Return the equations that scale a sum and add it to a value, and that value: a carry, or a value with no
+        other reader. None if the sum is read in any other way.
 
-        **Arguments:** `before` the equations that are done before this loop.
+        **Arguments:** `before` the equations that run before this loop.
         """
         program, chain = self.program, list[int]()
         if v not in self.adder or v in self.over or self._type(v) != shaped(v).dtype or self._joins(v):
@@ -209,13 +210,13 @@ class _Chunks:
         )
 
     def _read_by(self, indices: Sequence[int]) -> list[jex.Var]:
-        """Return what equations read of others."""
+        """Return the operands of some equations that others compute."""
         eqns = [self.program.eqns[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
         return list(dict.fromkeys(a for eqn in eqns for a in _compat.variables(eqn.invars) if a not in made))
 
     def _moved(self) -> list[int]:
-        """Mere movement of data for the region alone: nothing else needs the result."""
+        """Return the equations that only move data, and only for this region."""
         program, found = self.program, set[int]()
         waiting = self._read_by(list(self.rules))
         while waiting:
@@ -230,7 +231,7 @@ class _Chunks:
             ):
                 continue
             if any(program.maker.get(a, -1) in self.rules for a in _compat.variables(program.eqns[i].invars)):
-                continue  # of what an earlier loop makes too, and hands on
+                continue  # its operand is also computed by an earlier loop, which hands it on
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
             alone = self.others.isdisjoint(readers) and v not in program.returned
@@ -240,8 +241,8 @@ class _Chunks:
         return sorted(found)
 
     def _turned(self) -> list[int]:
-        """Return what of that is only read in another order, as a turned matrix is, or gathered, whole: products in
-        chunks do so.
+        """Return those of the moved equations that reorder (such as a transpose) or gather a whole value: products in
+        chunks do this as part of the product.
         """
         program, found = self.program, list[int]()
         for i in reversed(self.moved):
@@ -254,8 +255,8 @@ class _Chunks:
         return found[::-1]
 
     def equations(self) -> list[jex.JaxprEqn]:
-        """Return what stands in place of the region's equations: where it is most of a step, both passes of it, the
-        loop, else a call, one of the backward pass if any of them is.
+        """Return the equations that replace the region: the loop itself if the region is most of a step, with both
+        passes; else a call, in the backward pass if any of its equations is.
         """
 
         def run(*operands: jax.Array) -> list[Any]:
@@ -272,7 +273,7 @@ class _Chunks:
         return made
 
     def _read(self, operands: Sequence[object]) -> dict[Any, Any]:
-        """Return what chunks read, by variable, of what the region reads."""
+        """Return the operands of the chunks, by variable, given those of the region."""
         env = dict(zip(self.reads, operands, strict=True))
         for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
@@ -281,12 +282,12 @@ class _Chunks:
         return env
 
     def _run(self, *operands: object) -> list[jax.Array]:
-        """Return the results of the region for what it reads."""
+        """Return the results of the region for its operands."""
         env = self._read(operands)
         zero = jnp.zeros((), jnp.float32)
         if self.parted and not self.opens:
-            # Zeros that depend on nothing could be filled at any time, and would be one array for several loops: those
-            # of what chunks read last are filled here. The barrier holds of what is read behind it alone.
+            # Zeros that depend on nothing could be filled at any time, and several loops would share one array. The
+            # barrier ties them to the latest operand. It only affects reads after it.
             last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
             zero, env[last] = lax.optimization_barrier((zero, env[last]))
         start = [
@@ -307,7 +308,7 @@ class _Chunks:
         return [self.rows.all(a.astype(shaped(v).dtype), v) for a, v in zip(state, self.leaves, strict=True)]
 
     def _begun(self, env: Mapping[Any, Any], v: jex.Var) -> jax.Array:
-        """Return what a sum starts with that goes on in its place."""
+        """Return the start value of a sum that is added in place."""
         return reduce(lax.add, (env[a] for a in self.over[v]))
 
     def _type(self, v: jex.Var) -> Any:
@@ -315,18 +316,18 @@ class _Chunks:
         return sum_type(shaped(v).dtype) if v in self.adder and v not in self.over else shaped(v).dtype
 
     def _joins(self, v: jex.Var) -> Any:
-        """Return what joins a result with that of another chunk, None for sums and rows."""
+        """Return the operation that joins a result with that of another chunk; None for sums and rows."""
         return JOINS.get(self.program.eqns[self.program.maker[v]].primitive.name) if v in self.adder else None
 
     def _before(self, v: jex.Var, zero: jax.Array) -> jax.Array:
-        """Return a result before the first chunk: what joined with another, or added to it, is that."""
+        """Return the value of a result before the first chunk: neutral for the operation that joins or adds chunks."""
         fill = zero.astype(self._type(v))
         if self._joins(v) is lax.and_p:
             fill = jnp.asarray(np.invert(np.zeros((), self._type(v))))
         return _compat.varied(lax.broadcast(fill, self.rows.written_shape(v)), v)
 
     def _body(self) -> jex.ClosedJaxpr:
-        """Return one chunk: its index, the results so far and what the region reads -> the results."""
+        """Return the program of one chunk: its index, the results so far, the operands of the region -> the results."""
         eqns: list[Any] = []
         index = _compat.new_var(ShapedArray((), jnp.int32))
         state = [
@@ -351,7 +352,7 @@ class _Chunks:
         made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
         if self.opens:
             return made
-        # A loop of one pass alone does not read all that scans make.
+        # A loop of only one pass does not read all results of scans.
         return settled(with_eqns(made, without_unread(eqns, results, {"scan"})))
 
     def _each(
@@ -361,18 +362,18 @@ class _Chunks:
         so_far: Mapping[jex.Var, jex.Var],
         index: jex.Var,
     ) -> None:
-        """Append the equations of a chunk. **Arguments:** `env` what it reads; what it makes is added."""
+        """Append the equations of a chunk. **Arguments:** `env` its operands, to which its values are added."""
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
             eqns.append(_compat.renamed(eqn, env).replace(outvars=[made]))
-        going = dict(so_far)  # sums that go on, with what this chunk has added so far
+        going = dict(so_far)  # sums that are added in place, with the terms of this chunk so far
         for i, rule in self.rules.items():
             eqn = self.program.eqns[i]
             leaf = self.going.get(eqn.outvars[0])
             if leaf is not None:
                 own = [a for a in eqn.invars[is_scattered(eqn) :] if a not in self.going]
                 if not own:
-                    continue  # the one of its sums has been added to the other
+                    continue  # both operands add to the same array in place
                 invars = [going[leaf], *(a if _compat.is_literal(a) else env[a] for a in own)]
             else:
                 invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
@@ -386,7 +387,7 @@ class _Chunks:
             if leaf is not None:
                 going[leaf] = env[leaf] = outvars[0]
             named = ((v, self.labels[v]) for v in eqn.outvars if v in self.labels and self.opens)
-            for v, name in named:  # for the planner, to whom the loop is inlined
+            for v, name in named:  # the planner sees the equations of this loop, so they keep their names
                 made = _compat.new_var(env[v].aval)
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
 
@@ -396,7 +397,7 @@ class _Chunks:
         return v.aval.update(shape=self.rows.part(v))
 
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Atom, made: Atom, index: jex.Var) -> Atom:
-        """Return a result with what this chunk makes of it."""
+        """Return a result so far, joined with this chunk's part of it."""
         d = self.dimension[v]
         chain, begin = self.begun.get(v, ((), None))
         for eqn in (self.program.eqns[i] for i in chain):
@@ -405,7 +406,7 @@ class _Chunks:
             eqns.append(eqn.replace(invars=invars, outvars=[made]))
         if (
             chain or v in self.over or (d is None and v not in self.adder)
-        ):  # each chunk makes the same, as of a loop's counter
+        ):  # the same value in each chunk, such as a loop's counter
             return made
 
         maker = self.program.eqns[self.program.maker[v]]
@@ -434,14 +435,14 @@ class _ScannedChunks(_Chunks):
         self.whole = [a for a in self.parted if self.dimension.get(a) is None]
 
     def _added_to(self, v: jex.Var, before: Collection[int]) -> None:
-        """Return None: where a sum begins has a gradient of its own."""
+        """Return None: the start value of a sum has a separate gradient."""
 
     def _run(self, *operands: object) -> list[jax.Array]:
         env = self._read(operands)
         start = [
             self._begun(env, v) if v in self.over else self._before(v, jnp.zeros(())) for v in self.carried
         ]
-        # The gradient of what chunks read whole is added up, chunk after chunk, in the type that they read.
+        # Gradients of operands that chunks read whole are added up in the operand's type: cast to a wide one.
         whole = [env[a].astype(_sum_type(env[a].dtype)) for a in self.whole]
         body = self._body()
         indices = jnp.arange(self.parts.count, dtype=jnp.int32)
@@ -465,7 +466,7 @@ class _ScannedChunks(_Chunks):
         return [found[v] for v in self.leaves]
 
     def _body(self) -> jex.ClosedJaxpr:
-        """Return one chunk: its index, the sums so far, what is read whole and its rows -> the sums and its rows."""
+        """Return the program of one chunk: its index, sums so far, whole operands and its rows -> sums and its rows."""
         eqns: list[Any] = []
         index = _compat.new_var(ShapedArray((), jnp.int32))
         state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.carried]
@@ -494,7 +495,7 @@ class _ScannedChunks(_Chunks):
 
 
 def _joined(stack: jax.Array, dimension: int, like: Aval) -> jax.Array:
-    """Return the rows that chunks have stacked."""
+    """Return the rows that chunks have stacked, as one array."""
     count, size = stack.shape[0], stack.shape[1 + dimension]
     parts = jnp.moveaxis(stack, 0, dimension)
     shape = (*like.shape[:dimension], count * size, *like.shape[dimension + 1 :])
@@ -502,7 +503,7 @@ def _joined(stack: jax.Array, dimension: int, like: Aval) -> jax.Array:
 
 
 def _sum_type(dtype: DType) -> Any:
-    """Return the type in which gradients of values of a type are added up."""
+    """Return the type in which gradients of a value with this type are added up."""
     return sum_type(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

@@ -1,15 +1,16 @@
-"""Flat equations -> a set of them that falls apart into rows alike, about a large value.
+"""Flat equations -> a set of them that splits into equal rows, around a large value.
 
-What a language model's head makes of a token (logits over the vocabulary, their exponentials, the gradient of both)
-depends on that token alone; what it leaves, a loss per token and gradients of weights that are sums over tokens, is
-small. Such a *region* grows from a large value in both directions as long as what is made or read is large too, and is
-a few products of matrices and what is between them, not the whole step. `_row_chunks` does it chunk after chunk.
+The head of a language model computes, for each token, logits over the vocabulary, their exponentials and both
+gradients, all from that token alone. Its outputs are small: a loss per token, and gradients of weights, which are sums
+over tokens. Such a *region* grows from a large value in both directions while the values computed or read are large
+too; it is a few matrix products and the equations between them, not the whole step. `_row_chunks` runs it one chunk at
+a time.
 
-What waits for work elsewhere, as the gradient of a layer's messages does for the layers behind it, is in a loop of its
-own, which computes once more what it reads of the first: see `_region_loops`. Regions share no equation.
+Equations that wait for work elsewhere (the gradient of a layer's messages waits for the layers behind it) form a
+separate loop, which recomputes the values that it reads of the first: see `_region_loops`. Regions share no equation.
 
-Law: no result of a loop is read by what it reads itself; a sum over rows is read by none of its equations; what runs
-once is in none, and keeps its order around it.
+Invariant: a loop reads no value that depends on its own results; no equation of a loop reads one of its sums over rows;
+equations that run once are in no region, and keep their order around it.
 """
 
 import math
@@ -42,44 +43,47 @@ from ._regions import Region
 from ._row_scans import Around, BodyBatchingRule, ways
 
 LARGE = 1 / 16
-"""What a region must not hand on is at least this share of the value that it grows from."""
+"""Values of at least this share of the seed's size must not leave a region."""
 
 LEAST_NBYTES = 1 << 19
-"""It keeps no less than this to itself. Whether more is worth a loop, its price says. In a step of 450 KiB of
-temporaries the model gives chunks 12 % and recomputation 19 %, but by the compiled kernels they take 20 % and 19 %."""
+"""The least bytes inside a region. Whether a larger one is worth a loop depends on its price. For a step with 450 KiB
+of temporaries the model predicts 12 % for chunks and 19 % for recomputation; the compiled kernels take 20 % and 19 %.
+"""
 
 AT_ONCE = 8
-"""One that is most of a step keeps so many times that, for no more than such a share of it is in memory at once."""
+"""The factor on `LEAST_NBYTES` for a region of most of a step: about one part in eight of it is in memory at once."""
 
 LITTLE_WORK = 1 / 32
-"""Contractions of at most this share of the largest one's operations do not count, as of adapters of low rank."""
+"""Contractions of at most this share of the largest one's operations are not counted, such as low-rank adapters."""
 
 FEW = 1 / 32
-"""What sums over the rows are made of that the region itself reads is at most this share of all that the step makes."""
+"""The most bytes of sums over rows, with their sources, that run before the region that reads them, as a share
+of all.
+"""
 
 HANDED = 1 / 4
-"""It hands on no more than this share of what it keeps to itself and kernels write to memory."""
+"""The bytes that leave a region are at most this share of those inside that kernels write to memory."""
 
 REGIONS = 16
-"""There are no more regions of a step."""
+"""The most regions of a step."""
 
 SEEDS = 3
-"""So many of the largest values of different shapes are tried for each, ..."""
+"""For each region, this many of the largest values of different shapes are tried, ..."""
 
 SEED = 1 / 8
 """... of at least this share of the largest of all."""
 
 ENOUGH = 8
-"""Of the dimensions that rows may be of, the outermost is taken that allows so many chunks."""
+"""The rows are along the outermost dimension that allows this many chunks."""
 
 
 def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ...]:
-    """Return those about the largest values that have one, in the order of these; none where it is not worth it.
+    """Return the regions around the largest values, in the order of these; empty if none is worth a loop.
 
-    They share no equation, and any of them can be done in chunks together. None is about what loops alone read: of
-    what they stack it is the loops' forms that decide, and of a long sequence that is many times larger than all else.
+    The regions share no equation, and any of them can run in chunks together. None grows from a value that only loops
+    read: the forms of these loops decide about their stacks, which are by far the largest values of a long sequence.
 
-    **Arguments:** `outside` equations that are in none.
+    **Arguments:** `outside` equations that are in no region.
     """
     if found := _regions(program, outside, USUAL):
         return found
@@ -87,7 +91,7 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
 
 
 def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tuple[Region, ...]:
-    """Return those within these limits."""
+    """Return the regions within these limits."""
     able = (i for i in program.alive if i not in outside and i not in program.for_loops)
     made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
     least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 8)
@@ -98,6 +102,7 @@ def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tupl
         region = next(filter(None, (_best_about(program, v, taken, limits) for v in seeds)), None)
         if region is None:
             break
+        # Each region has an order by itself; together, their loops might wait for one another.
         if schedule(program, [loop for each in (*found, region) for loop in each.loops]) is None:
             break
         found.append(region)
@@ -106,8 +111,9 @@ def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tupl
 
 
 def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Limits) -> Region | None:
-    """Return the region about a value whose rows are of the outermost dimension that allows enough chunks: with all
-    that follows on the same rows, as the layers behind an attention do, or, where that is too much for one, without.
+    """Return the region around a value, with rows along the outermost dimension that allows enough chunks: with all
+    equations that follow on the same rows, such as the layers behind an attention, or, if that is too much for one
+    region, without those between its forward and its backward pass.
     """
     able, dimensions = list[Region](), list(range(len(shaped(v).shape)))
     above = LARGE * aval_nbytes(v.aval)
@@ -127,9 +133,9 @@ def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Li
 
 
 def largest(program: Readers, count: int, without: Collection[int] = ()) -> list[Any]:
-    """Return so many of the largest values that may stay within a region, of different shapes and not much smaller.
+    """Return up to `count` of the largest values that may stay inside a region, of different shapes and similar sizes.
 
-    **Arguments:** `without` those that these equations make.
+    **Arguments:** `without` equations whose results are left out.
     """
     made = [(i, v) for i in program.alive if i not in without for v in program.eqns[i].outvars]
     sized = sorted(made, key=lambda each: (-_nbytes(each[1]), each[0]))
@@ -150,7 +156,7 @@ def _nbytes(v: jex.Var) -> int:
 def region_about(
     program: Readers, grower: "Grower", seed: jex.Var, dimension: int, limits: Limits
 ) -> Region | None:
-    """Return the region that grows about a value with its rows in this dimension, if there is one."""
+    """Return the region that grows around a value with its rows along `dimension`, or None."""
     if not grower.grow(seed, dimension) or (loops := loops_of(program, [grower], limits)) is None:
         return None
     first = owners(loops)
@@ -166,25 +172,26 @@ def region_about(
 
 
 def large_products(program: Readers, indices: Iterable[int]) -> list[int]:
-    """Return the contractions among some equations that are not little work beside the largest."""
+    """Return the contractions among some equations that are not much less work than the largest."""
     flops = {i: eqn_flops(program.eqns[i]) for i in indices if contracts(program.eqns[i])}
     least = LITTLE_WORK * max(flops.values(), default=0)
     return [i for i, each in flops.items() if each > least]
 
 
 def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
-    """Return what these loops do; None where it is too little, or where an equation that runs once would pass
-    another.
+    """Return the region of these loops; None if it keeps too little inside or reorders equations that run once.
 
-    **Arguments:** `whole` whether it is most of a step.
+    **Arguments:** `whole` whether it covers most of a step.
     """
     eqns, order = program.eqns, schedule(program, loops)
     if order is None:
         return None
+    # Effects and draws must keep their sequence.
     once = [i for i in order if i >= 0 and runs_once(eqns[i])]
     if once != sorted(once):
         return None
     dimension: dict[Any, int | None] = {}
+    # The number of chunks must divide the rows of every value and the groups of every rule.
     sizes: set[int] = set()
     for loop in loops:
         for i, rule in loop.items():
@@ -230,12 +237,12 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
 
 
 class Grower:
-    """A region as it grows: the `rules` of its equations, the `dimension` of the rows of what these read and make, the
-    `sums` over rows, and the number of `products`.
+    """A region while it grows: the `rules` of its equations, the `dimension` of the rows of their operands and results,
+    the `sums` over rows, and the number of `products`.
 
-    **Arguments:** `taken` the equations of other regions; `above` the size of what it must not hand on; `most_products`
-    that it may have; `scans` whether scans may be among them, `windowed` whether what reads rows around its own;
-    `within_passes` whether what is between its forward and its backward pass stays out of it.
+    **Arguments:** `taken` equations of other regions; `above` the size of values that must not leave it;
+    `most_products` the limit of products; `scans` whether scans may be in it, `windowed` whether equations that read
+    neighbouring rows may; `within_passes` whether equations between its forward and its backward pass stay outside.
     """
 
     def __init__(
@@ -250,7 +257,7 @@ class Grower:
         within_passes: bool = False,
     ):
         self.scans, self.windowed, self.within_passes = scans, windowed, within_passes
-        self.follows = False  # whether it has what is between its forward and its backward pass
+        self.follows = False  # whether it has equations between its forward and its backward pass
         self.program, self.taken, self.above, self.most_products = program, taken, above, most_products
         made = sum(aval_nbytes(v.aval) for i in program.alive for v in program.eqns[i].outvars)
         self.few_nbytes = FEW * made
@@ -258,16 +265,16 @@ class Grower:
         self.dimension: dict[Any, int | None] = {}
         self.sums: set[Any] = set()
         self.products = 0
-        self.early: set[int] = set()  # what is done before
-        self.waited: set[int] = set()  # what is done between its loops
+        self.early: set[int] = set()  # equations that run before the region
+        self.waited: set[int] = set()  # equations that run between its loops
         self.scope = -1  # the loop, or pair of loops, of all its equations
-        # What is to stay within, and whose maker and readers are not in the region yet.
+        # Values that must stay inside, and whose maker and readers are not in the region yet.
         self.large: list[Any] = []
 
     def grow(self, seed: jex.Var, dimension: int) -> bool:
-        """Grow as far as rows and large values go; whether that ended in a region.
+        """Grow as far as rows and large values go; return whether the result is a region.
 
-        What reads the region and is read by it, and has no such rows, is waited for: see `_region_loops`.
+        Equations that read the region, are read by it and have no such rows run between its loops: see `_region_loops`.
         """
         self.scope = self.program.scopes[self.program.maker[seed]]
         self.dimension[seed] = dimension
@@ -281,7 +288,7 @@ class Grower:
             left = [i for i in between if (self.within_passes and i in passes) or not self._add(i)]
             self.follows = self.follows or not passes.issubset(left)
             if not self.scans and not self.waited.issuperset(left):
-                # Layers are no part of the region around one of them, of which they read a sum.
+                # Later layers that read a sum of this region do not belong to it.
                 self.rules, self.dimension, self.sums, self.products = known
                 self.large.clear()
                 self.waited.update(left)
@@ -290,7 +297,7 @@ class Grower:
                 continue
             left += [*self.waited, *(self.program.maker[a] for a in self._sums_read())]
             much, little = self._of_much(), set[int]()
-            if not [i for i in left if self._done_before(i, much, little)]:  # the others are waited for
+            if not [i for i in left if self._done_before(i, much, little)]:  # the others run between loops
                 self._copy()
                 return bool(self.rules)
             self.waited.clear()
@@ -301,8 +308,8 @@ class Grower:
         return max(aval_nbytes(v.aval) for i in self.rules for v in self.program.eqns[i].outvars)
 
     def with_sums(self, indices: Collection[int]) -> list[int]:
-        """Add the equations that add up sums which some of its equations make, or make another form of one, and those
-        that join rows of theirs (see `JOINS`); return which these are.
+        """Add the equations that add up, or relabel, sums over rows of `indices`, and those that join their rows (see
+        `JOINS`); return the added equations.
         """
         eqns, found = self.program.eqns, list[int]()
         own = {v for i in indices for v in eqns[i].outvars}
@@ -326,8 +333,8 @@ class Grower:
         return found
 
     def _spread(self, seed: jex.Var) -> bool:
-        """Add what makes and reads the large values, and so on; whether those of the seed could be added, and no more
-        products than there may be.
+        """Add the makers and readers of large values, repeatedly; return whether the seed's could be added, within the
+        limit of products.
         """
         program = self.program
         while self.large:
@@ -340,8 +347,8 @@ class Grower:
         return self.products <= most or len(large_products(program, self.rules)) <= most
 
     def _is_copied(self, v: jex.Var) -> bool:
-        """Return whether a value is merely repeated from a smaller one: several regions, and others, may read it, and
-        each chunk makes its part.
+        """Return whether a value only repeats a smaller one: several regions, and other equations, may read it, and
+        each chunk computes its part.
         """
         i = self.program.maker.get(v, -1)
         if i < 0 or self.scans or self.program.eqns[i].primitive.name != "broadcast_in_dim":
@@ -349,7 +356,7 @@ class Grower:
         return sum(aval_nbytes(shaped(a)) for a in self.program.eqns[i].invars) < aval_nbytes(v.aval)
 
     def _copy(self) -> None:
-        """Add what repeats smaller values for the region."""
+        """Add the equations that repeat smaller values for the region."""
         eqns, maker = self.program.eqns, self.program.maker
         read = dict.fromkeys(a for i in self.rules for a in _compat.variables(eqns[i].invars))
         for v in [a for a in read if self.dimension[a] is not None and self._is_copied(a)]:
@@ -366,19 +373,19 @@ class Grower:
                     break
 
     def _sums_read(self) -> list[jex.Var]:
-        """Return the sums over rows that equations of the region read, but to add them to others."""
+        """Return the sums over rows that equations of the region read, other than to add them to others."""
         readers = (self.program.eqns[i] for i, rule in self.rules.items() if not rule.linear)
         read = (a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums)
         return list(dict.fromkeys(read))
 
     def _add(self, i: int) -> bool:
-        """Add an equation, if its rows are where they are known to be."""
+        """Add an equation if its rows agree with the known dimensions; return whether they do."""
         program = self.program
         if i in self.early or i in self.taken or program.scopes[i] != self.scope:
             return False
         if (
             program.differentiable and i in program.drawn
-        ):  # a mask is smaller than the bits that it is made of
+        ):  # a mask is smaller than the random bits that it is computed from
             return False
         eqn = self.program.eqns[i]
         atoms = [*eqn.invars, *eqn.outvars]
@@ -401,7 +408,7 @@ class Grower:
         return True
 
     def _rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
-        """Return the ways that are looked at of an equation; none of draws, which are made before, all at once."""
+        """Return the rules to try for an equation; none for draws, which run before the region, all at once."""
         if is_draw(eqn) or (eqn.primitive.name in ("scan", "while") and not self.scans):
             return ()
         eqns, maker = self.program.eqns, self.program.maker
@@ -411,8 +418,8 @@ class Grower:
         return ways(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None, later))
 
     def _of_much(self) -> set[int]:
-        """Return the equations that are made of contractions of the region, or of large values: of the thousands of a
-        deep network nearly all are not done before it for that, and are found together.
+        """Return the equations that depend on contractions of the region, or on large values of it: of the thousands of
+        a deep network nearly all do. They cannot run before the region, and one sweep finds them.
         """
         eqns, maker, found = self.program.eqns, self.program.maker, set[int]()
         for i in self.program.alive:
@@ -425,11 +432,11 @@ class Grower:
         return sum(aval_nbytes(v.aval) for v in self.program.eqns[i].outvars)
 
     def _done_before(self, i: int, much: Collection[int], little: set[int]) -> bool:
-        """Leave an equation out, with all that it is made of, if that is little, as the number of words that count is;
-        whether that was possible.
+        """Leave an equation out, with everything that it depends on, if that is little, such as a count of words;
+        return whether that was possible.
 
-        **Arguments:** `much` equations that are made of more; `little` those that are made of nothing in the region,
-        to which it is added.
+        **Arguments:** `much` equations that depend on more; `little` equations known to depend on nothing in the
+        region, to which more are added.
         """
         eqns, maker = self.program.eqns, self.program.maker
         own = 0 if i in self.rules else self._made_nbytes(i)
@@ -457,8 +464,8 @@ class Grower:
         return bool(self.rules)
 
     def _of_sums(self, eqn: jex.JaxprEqn, made: Collection[jex.Var]) -> BatchingRule | None:
-        """Return the way of an equation that adds two sums of these, or puts one that nothing else reads in another
-        form; not of short numbers, whose sums have another type here.
+        """Return the rule of an equation that adds two of these sums, or relabels one that nothing else reads. None for
+        types with few bits, whose sums have another type in a loop.
         """
         operands = eqn.invars
         if not operands or any(_compat.is_literal(a) or a not in made for a in operands):
@@ -477,7 +484,7 @@ class Grower:
         return OF_SUM if alone and not going and is_relabelling(eqn) else None
 
     def _of_rows(self, eqn: jex.JaxprEqn, own: Collection[jex.Var]) -> BatchingRule | None:
-        """Return the way of an equation that joins rows which some of these equations make, in the same iteration."""
+        """Return the rule of an equation that joins rows of some of these equations, in the same iteration."""
         for rule in joined(eqn):
             (rows, *_), scope = eqn.invars, self.program.scopes[self.program.maker[eqn.outvars[0]]]
             if rows in own and scope == self.scope and rule.operands == (self.dimension[rows],):
@@ -485,8 +492,8 @@ class Grower:
         return None
 
     def _between(self, rules: Collection[int]) -> list[int]:
-        """Return the equations that read, if only through others, what some of the region make, and make what these
-        read; none of what is waited for, nor through that.
+        """Return the equations that read the region, directly or through others, and that the region reads likewise;
+        without equations that run between its loops, and paths through these.
         """
         eqns, maker = self.program.eqns, self.program.maker
         first, last = min(rules, default=0), max(rules, default=0)
@@ -503,7 +510,7 @@ class Grower:
         return sorted(i for i in behind & before if i not in rules)
 
     def _between_passes(self, between: Sequence[int]) -> set[int]:
-        """Return those of what is between equations of the region that are not between any of one pass."""
+        """Return the equations of `between` that do not lie within one pass of the region."""
         if self.scans or not between:
             return set()
         backward = {i for i in self.rules if is_backward(self.program.eqns[i])}

@@ -1,11 +1,11 @@
-"""Loop, conditional, or function with a derivative of its own -> the way in which its work falls apart into rows: that
-of its bodies' equations, alike in every iteration and every branch.
+"""Loop, conditional, or function with its own derivative -> the rule by which its work splits into rows: that of its
+bodies' equations, the same in every iteration and every branch.
 
-A row of a carry stays where it is from iteration to iteration. A sum over rows may be stacked, or be added to a carry
-that begins as zeros: a part of the rows then gives a part of the sum. Within the body such a sum may be scaled or take
-another shape or type, and nothing else. Which branch is taken, and whether a loop goes on, is the same for all rows; a
-branch beside one that makes a sum makes one too, or zeros. A `custom_jvp` function of a part has the derivative of the
-whole, of a part: rows of tangents are where those of values are.
+A row of a carry has the same position in all iterations. A sum over rows may be stacked, or be added to a carry that
+starts as zeros: a part of the rows then gives a part of the sum. Within the body such a sum may only be scaled,
+reshaped or converted. All rows take the same branch, and the same number of iterations; if one branch computes a sum,
+the others compute one too, or zeros. The `custom_jvp` function of a part has the derivative of the whole function,
+restricted to that part: rows of tangents are where those of values are.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,10 +32,11 @@ _LINEAR = ("neg", "convert_element_type", "broadcast_in_dim", "reduce_sum", "cop
 
 @dataclass(frozen=True)
 class Around:
-    """What is known around an equation.
+    """The context of an equation.
 
-    **Fields:** `dimension` of the rows of values, None where one is read whole; `maker` of a value, if there is one;
-    `differentiable` whether it is of a function that is differentiated later; `inner` whether within a derivative.
+    **Fields:** `dimension` of the rows of values, None for one that is read whole; `maker` returns a value's equation,
+    if any; `differentiable` whether it is in a function that is differentiated later; `inner` whether within a
+    derivative.
     """
 
     dimension: Mapping[Any, int | None]
@@ -55,7 +56,7 @@ class Around:
 
 @dataclass(frozen=True)
 class PartBody:
-    """**Fields:** a flat body, the `inner` ways of its equations, by index, and the `dimension` of rows there."""
+    """**Fields:** a flat body, the `inner` rules of its equations, by index, and the `dimension` of rows there."""
 
     closed: jex.ClosedJaxpr
     inner: Mapping[int, BatchingRule]
@@ -99,14 +100,14 @@ class BodyBatchingRule(BatchingRule):
         return self.adding
 
     def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
-        del widens  # what is summed within keeps its type
+        del widens  # sums within the body keep their type
         made = iter([body.of(parts) for body in self.bodies])
         return with_bodies(eqn, lambda _: next(made)).params
 
 
 @dataclass(frozen=True)
 class _FunctionBatchingRule(BodyBatchingRule):
-    """**Fields:** `tangents` returns the rule of what takes values and tangents to both, None where there is none."""
+    """**Fields:** `tangents` returns the rule of the function from values and tangents to both, or None."""
 
     tangents: Callable[[], BodyBatchingRule | None] = lambda: None
 
@@ -130,7 +131,7 @@ class _FunctionBatchingRule(BodyBatchingRule):
 
 
 def ways(eqn: jex.JaxprEqn, around: Around) -> Iterable[BatchingRule]:
-    """Return the independent axes of an equation; of one with bodies the one that what is known around it allows."""
+    """Return the rules of an equation; for one with bodies, the one that agrees with its context."""
     if (rule := _OF_BODIES.get(eqn.primitive.name)) is None:
         return rules(eqn)
     found = None if runs_once(eqn) else rule(eqn, around)
@@ -138,7 +139,7 @@ def ways(eqn: jex.JaxprEqn, around: Around) -> Iterable[BatchingRule]:
 
 
 def _scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule | None:
-    """Return the way of a scan in which what is known of it is so; None where there is none."""
+    """Return the rule of a scan that agrees with its context, or None."""
     closed = _flat(eqn.params["jaxpr"], derivatives=around.differentiable)
     edges, begin = (eqn.invars, eqn.outvars), _compat.scan_operands(eqn)[1]
     body = _Body(closed, edges, _compat.scan_counts(eqn), begin, around)
@@ -146,7 +147,7 @@ def _scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule |
 
 
 def _while_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule | None:
-    """Return the way of a loop that goes on for all rows, or for none."""
+    """Return the rule of a loop with the same number of iterations for all rows."""
     first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carries = eqn.invars[first + second :]
     closed = _flat(eqn.params["body_jaxpr"], derivatives=around.differentiable)
@@ -168,7 +169,7 @@ def _while_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule 
 
 
 def _cond_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule | None:
-    """Return the way of a choice that is one for all rows."""
+    """Return the rule of a conditional with the same branch for all rows."""
     closed = [_flat(branch, derivatives=around.differentiable) for branch in eqn.params["branches"]]
     choice, *_ = eqn.invars
     edges = _compat.variables((*eqn.invars, *eqn.outvars))
@@ -178,7 +179,7 @@ def _cond_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule |
     if (found := _agreed(eqn, closed, known, around)) is None:
         return None
     for v in [v for v in eqn.outvars if v not in known]:
-        # What is made of nothing with rows, as a mask is, is read as rows in the backward pass.
+        # A result that depends on no rows, such as a mask, may still be read as rows in the backward pass.
         sizes = {(d, shaped(a).shape[d]) for a, d in _placed(eqn, found) if d is not None}
         for d, size in sizes if found.results[eqn.outvars.index(v)] is None else ():
             if shaped(v).shape[d : d + 1] == (size,):
@@ -191,7 +192,7 @@ def _cond_batching_rule(eqn: jex.JaxprEqn, around: Around) -> BodyBatchingRule |
 def _agreed(
     eqn: jex.JaxprEqn, closed: Sequence[jex.ClosedJaxpr], known: Mapping[Any, int | None], around: Around
 ) -> BodyBatchingRule | None:
-    """Return the way of a choice between these branches: what one says about operands and results holds for all."""
+    """Return the rule of a conditional with these branches: operands and results have the same rows in all of them."""
     known, operands = dict(known), eqn.invars[1:]
     while True:
         inner = replace(around, dimension=known)
@@ -218,11 +219,10 @@ def _placed(eqn: jex.JaxprEqn, rule: BatchingRule) -> list[tuple[Any, int | None
 
 
 def _function_batching_rule(eqn: jex.JaxprEqn, around: Around) -> _FunctionBatchingRule | None:
-    """Return the way of a `custom_jvp` function of real numbers in which what is known of it, and of its tangents, is
-    so; None where there is none, as where results are sums: a part of the function would be another.
+    """Return the rule of a `custom_jvp` function of real numbers that agrees with its context, and with its tangents;
+    None if there is none, or if results are sums: a part of the function would be another function.
 
-    What derivatives call, often the function itself, has derivatives of its own: these are looked at when they are
-    asked for.
+    Derivatives often call the function itself, which has derivatives again: their rules are computed on demand.
     """
     edges = (*eqn.invars, *eqn.outvars)
     if not all(jnp.issubdtype(shaped(a).dtype, jnp.inexact) for a in edges):
@@ -239,7 +239,7 @@ def _function_batching_rule(eqn: jex.JaxprEqn, around: Around) -> _FunctionBatch
 
 
 def _of_tangents(eqn: jex.JaxprEqn, rule: BodyBatchingRule) -> BodyBatchingRule | None:
-    """Return the way of what takes a function's values and tangents to both, where it is that of the function."""
+    """Return the rule of the function from values and tangents to both, if its rows are those of the function."""
     invars = [_compat.new_var(shaped(a)) for a in eqn.invars]
     outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
     alone = _compat.new_jaxpr((), (), invars, outvars, [eqn.replace(invars=[*invars], outvars=outvars)])
@@ -266,8 +266,8 @@ def _of_tangents(eqn: jex.JaxprEqn, rule: BodyBatchingRule) -> BodyBatchingRule 
 class _Body:
     """The rows and sums of a body, as far as they are known.
 
-    **Arguments:** `edges` the operands and results of what has the body; `counts` of a scan's constants and carries,
-    and how these `begin`; `stacks` whether other operands and results are stacks outside of it.
+    **Arguments:** `edges` the operands and results of the equation with this body; `counts` of a scan's constants and
+    carries, and the values with which these `begin`; `stacks` whether other operands and results are stacks outside.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class _Body:
         self.makers = {v: each for each in jaxpr.eqns for v in each.outvars}
 
     def settled(self) -> bool:
-        """Return whether rows and sums of all that the body makes could be told from what is known of some."""
+        """Return whether the rows and sums of all values in the body follow from the known ones."""
         if not all(map(self._found, *zip(*self._edges(), strict=True))):
             return False
         known = -1
@@ -306,7 +306,7 @@ class _Body:
         return self._is_consistent() and all(map(self.around.is_zero, zeros))
 
     def rule(self) -> BodyBatchingRule:
-        """Return what was found."""
+        """Return the resulting rule."""
         jaxpr = self.closed.jaxpr
         first = self.consts + self.carries
         operands = [
@@ -338,7 +338,7 @@ class _Body:
         ).is_zero(last)
 
     def _edges(self) -> list[tuple[Any, Any, bool]]:
-        """Operands and results of the scan, what they are called in the body, and whether they are stacks there."""
+        """Return operands and results of the equation, their names in the body, and whether they are stacks outside."""
         first, jaxpr = self.consts + self.carries, self.closed.jaxpr
         inner, outer = (*jaxpr.invars, *jaxpr.outvars), (*self.edges[0], *self.edges[1])
         stacks = [i >= first for i in range(len(jaxpr.invars))]
@@ -346,12 +346,12 @@ class _Body:
         return list(zip(outer, inner, stacks, strict=True))
 
     def _found(self, outer: Atom, inner: jex.Var, stacked: bool) -> bool:
-        """Take over what is known of an operand or a result; whether that is possible."""
+        """Adopt the known rows of an operand or a result; return whether that is possible."""
         if _compat.is_literal(outer) or outer not in self.around.dimension:
             return True
         d = self.around.dimension[outer]
         if d is None:
-            if not (inner in self.begun and self.around.is_zero(outer)):  # as which a sum may begin too
+            if not (inner in self.begun and self.around.is_zero(outer)):  # a sum may start as zeros
                 self.whole.update(_compat.variables([inner]))
             return True
         return not (stacked and d == 0) and self._is_row(inner, d - stacked)
@@ -388,7 +388,7 @@ class _Body:
         return True
 
     def _add_sums(self, i: int, eqn: jex.JaxprEqn) -> bool:
-        """Return whether sums make a sum here."""
+        """Return whether an equation of sums computes a sum, and add it."""
         if eqn.primitive.name in _ADDING:  # to a carry
             begun = {a for a in _compat.variables(eqn.invars) if a in self.begun}
             self.sums.update(begun - self.whole)
@@ -399,7 +399,7 @@ class _Body:
         return True
 
     def _is_linear(self, eqn: jex.JaxprEqn) -> bool:
-        """Return whether an equation makes a sum of one, or of two, for all that is known."""
+        """Return whether an equation computes a sum from one sum, or two, as far as is known."""
         name = eqn.primitive.name
         summed = [not _compat.is_literal(a) and a in self.sums for a in eqn.invars]
         kept = [jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
@@ -408,12 +408,10 @@ class _Body:
         if name in _SCALING:
             return summed in _SCALING[name] and all(kept)
         alike = name in _LINEAR or is_relabelling(eqn)
-        return (
-            alike and summed == [True] and kept[0] <= kept[-1]
-        )  # rounded to whole numbers parts are no parts
+        return alike and summed == [True] and kept[0] <= kept[-1]  # parts rounded to integers do not add up
 
     def _is_consistent(self) -> bool:
-        """Return whether what was found out later contradicts nothing that was found before."""
+        """Return whether later findings contradict no earlier ones."""
         jaxpr = self.closed.jaxpr
         others = {*jaxpr.constvars, *jaxpr.invars}.difference(self.begun)
         if not self.sums.isdisjoint(others | self.whole | self.dimension.keys()):
@@ -425,7 +423,7 @@ class _Body:
         )
 
     def _tied(self, begun: jex.Var, last: Atom) -> bool:
-        """Return whether a carry is alike as an iteration begins and as it ends."""
+        """Return whether a carry has the same rows at the beginning and the end of an iteration."""
         if begun in self.dimension:
             return self._is_row(last, self.dimension[begun])
         if _compat.is_literal(last):
@@ -447,7 +445,7 @@ _OF_BODIES: dict[str, Callable[[Any, Around], BodyBatchingRule | None]] = {
 
 
 def _flat(body: jex.ClosedJaxpr, *, derivatives: bool = False) -> jex.ClosedJaxpr:
-    """Return the body, inlined but for the user's names, and for functions with `derivatives` of their own."""
+    """Return the body with calls inlined, except the user's names, and functions with their own `derivatives`."""
     inliner, eqns = Inliner(derivatives=derivatives), list[Any]()
     invars = [_compat.new_var(v.aval) for v in body.jaxpr.invars]
     results = inliner.body(body, invars, None, eqns, marks=True)

@@ -4,11 +4,11 @@ The gradient of a maximum asks which operand equals it. A recomputed operand may
 equals the maximum, and the gradient is lost. The same holds for every comparison of a value with a selection from it,
 such as of entries with the k-th largest.
 
-Law: a comparison of an operand with the larger of two becomes a comparison of the two, exactly. Other such comparisons
-run once (`_decisions`). Compilers also repeat pointwise work, in kernels that select and in kernels that compare.
-Therefore the common operand passes a barrier, and so does the mask: otherwise the compiler keeps the mask's operand for
-the backward pass, at four times the size. A comparison of two computed numbers with several readers passes a barrier
-too: a compiler repeats it in each kernel that reads it, from a difference that one kernel rounds and another does not.
+Invariant: a comparison of an operand with the larger of two becomes a comparison of the two, exactly. Other such
+comparisons run once (`_decisions`). Compilers also repeat pointwise work in kernels that select and in kernels that
+compare, so the common operand passes a barrier, and so does the mask: otherwise the compiler keeps the mask's operand
+for the backward pass, at four times the size. A comparison of two computed numbers with several readers passes a
+barrier too: a compiler repeats it in each reader, from a difference that one kernel rounds and another does not.
 """
 
 from collections import Counter
@@ -28,13 +28,13 @@ from ._domain_edges import CHOICES
 from ._flat_program import with_eqns
 
 INSTEAD = {lax.max_p: lax.ge_p, lax.min_p: lax.le_p}
-"""What an operand is to the other one if it is the result."""
+"""For each selection of two operands, the comparison of the operands that tells whether the first is the result."""
 
 _SCOPE = "selected_from"
 
 
 def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the equations, as many, where an operand of a maximum or minimum is compared with the other one."""
+    """Return the equations, as many, with an operand of a maximum or minimum compared with the other operand."""
     chosen: dict[Any, Any] = {}
     eqns = []
     for eqn in closed.jaxpr.eqns:
@@ -57,10 +57,10 @@ def _directly(eqn: jex.JaxprEqn, chosen: dict[jex.Var, jex.JaxprEqn]) -> jex.Jax
 
 
 def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
-    """Return the equations, as many, those under one more name that a compiler should not repeat in several kernels:
-    what it makes twice may differ in its last bit too.
+    """Return the equations, the same number, with one more scope on those that a compiler should not repeat in several
+    kernels: their copies may differ in the last bit too.
 
-    **Arguments:** `alive` of each equation whether anything needs it.
+    **Arguments:** `alive` for each equation whether anything needs it.
     """
     direct = compared_directly(closed)
     made = _made_twice(direct.jaxpr.eqns, [i for i, is_so in enumerate(alive) if is_so])
@@ -70,12 +70,12 @@ def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
 
 
 def is_marked(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it is one of those. Loops and calls may have their names from one."""
+    """Return whether an equation has this scope itself. Loops and calls may inherit it."""
     return _compat.has_scope(eqn, _SCOPE) and is_pointwise(eqn)
 
 
 def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the equations of a body that is compiled as it stands, where what both are of passes a barrier."""
+    """Return the equations of a body that is compiled unchanged, with barriers behind the operands of both."""
     direct = compared_directly(closed)
     made = _made_twice(direct.jaxpr.eqns, needed(direct.jaxpr.eqns, direct.jaxpr.outvars))
     parts = (in_memory(e) if i in made else [e] for i, e in enumerate(direct.jaxpr.eqns))
@@ -83,7 +83,7 @@ def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
-    """Return the equations that compilers repeat in kernels whose results have to fit together."""
+    """Return the equations that compilers repeat in several kernels whose results must agree."""
     found = decisions(eqns)
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     shared = {
@@ -99,8 +99,8 @@ def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
 
 
 def _selected_itself(eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int], i: int) -> set[int]:
-    """Return what makes the operand of a comparison that the other was selected from as it stands, as in
-    `a == a.max()`: kernels that read that very operand agree, and need nothing of what it is made of.
+    """Return the equation of a comparison's operand if the other operand was selected directly from it, as in `a ==
+    a.max()`: kernels that read this operand agree, and the operands behind it do not matter.
     """
     for one, other in permutations(_compat.variables(eqns[i].invars), 2):
         choice = _moved_from(eqns, maker, other)
@@ -114,7 +114,7 @@ def _selected_itself(eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int],
 def _moved_from(
     eqns: Sequence[jex.JaxprEqn], maker: Mapping[jex.Var, int], v: jex.Var
 ) -> jex.JaxprEqn | None:
-    """Return what made the entries of a variable that has them in another shape; None where they are an argument's."""
+    """Return the equation that computed the entries of a reshaped variable; None if they are an argument's."""
     while v in maker and eqns[maker[v]].primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
         moved = _compat.variables(eqns[maker[v]].invars)
         if len(moved) != 1:  # a constant

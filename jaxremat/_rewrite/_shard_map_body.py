@@ -1,16 +1,16 @@
-"""Flat step whose passes are both within one `shard_map` -> the program of one device, and what stands around it.
+"""Flat step with both passes within one `shard_map` -> the program of one device, and the program around it.
 
-That program is planned as a step on one device is: its types are those of what one device has. What stands around it,
-such as an optimizer's update, stays as it is.
+The program of one device is planned like a step on one device: its types have the sizes that one device has. The
+program around it, such as an optimizer's update, stays unchanged.
 
-Law: with a body that gives what the old one gave, `Around.step` gives what the step gave.
+Invariant: with a body that computes the same as the old one, `Around.step` computes the same as the step.
 
-Flat program -> the same with a forward `shard_map` and the backward one that reads its results as one.
+Flat program -> the same with a forward `shard_map` and the backward one that reads its results merged into one.
 
-Such a pair is what a gradient taken outside of a `shard_map` leaves. What stands between them moves before the pair if
-it reads no result of the first, else behind it; arithmetic on scalars that are the same on all devices moves inside.
+A gradient taken outside a `shard_map` leaves such a pair. Equations between the two move before the pair if they read
+no result of the first, else behind it; arithmetic on scalars that are the same on all devices moves inside.
 
-Law: the merged program gives what the program gave, and each device does and sends what it did.
+Invariant: the merged program computes the same, and each device computes and sends the same.
 """
 
 import re
@@ -32,13 +32,13 @@ from .._program._primitives import inner_jaxprs, is_backward, is_pointwise, runs
 from .._runtime._mechanisms import mechanism
 
 _VARYING = frozenset({"pvary", "pcast"})
-"""Equations that say that a value may differ between devices."""
+"""Primitives that declare that a value may differ between devices."""
 
 _INVARIANT = {"psum_invariant": jax.lax.psum_p}
-"""Those whose results differ no more, and what they are where nothing checks that."""
+"""Primitives whose results no longer differ between devices, and their replacements without such checks."""
 
 _CHECKED_ALONE = re.compile("invariant|reduced|^shard_map$")
-"""Others that are to be had with such checks alone."""
+"""Other primitives that exist only with such checks."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Around:
     @classmethod
     @mechanism("steps within a shard_map", off=lambda *_, **__: None)
     def of(cls, closed: jex.ClosedJaxpr, *, respect_checkpoint: bool) -> "Around | None":
-        """Return the equation that does most of the work, if both passes are in it and the backward pass nowhere
-        else.
+        """Return the `shard_map` that does most of the work, if it contains both passes and nothing outside is
+        backward.
 
-        Where each pass is a `shard_map` of its own, the two are merged first.
+        If each pass is a separate `shard_map`, the two are merged first.
         """
         if "shard_map" not in _names(closed.jaxpr):
             return None
@@ -67,7 +67,7 @@ class Around:
 
     @classmethod
     def _in(cls, flat: jex.ClosedJaxpr) -> "Around | None":
-        """Return the equation, in a program that is taken as it is."""
+        """Return the equation, in a program that is used unchanged."""
         eqns = flat.jaxpr.eqns
         at = max(range(len(eqns)), key=lambda i: eqn_flops(eqns[i]), default=0)
         if (
@@ -86,8 +86,8 @@ class Around:
         return jex.ClosedJaxpr(self._eqn.params["jaxpr"], ())
 
     def donated(self, donated: Sequence[bool]) -> tuple[bool, ...]:
-        """Return which arguments of the body may be written over, by those of the program: what nothing
-        else reads.
+        """Return which arguments of the body may be overwritten, given those of the program: arguments with no other
+        reader.
         """
         jaxpr = self.flat.jaxpr
         readers = Counter(a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars))
@@ -108,7 +108,7 @@ class Around:
         )
 
     def alone(self, part: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """Return some part of the body as a program by itself, which every device runs on arrays of its own."""
+        """Return a part of the body as a separate program, which every device runs on its own arrays."""
         invars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.invars]
         consts = [_compat.new_var(v.aval) for v in part.jaxpr.constvars]
         outvars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.outvars]
@@ -121,7 +121,7 @@ class Around:
 
     @property
     def words(self) -> str:
-        """What tells it from others."""
+        """The text that identifies it."""
         own, empty = self.flat.jaxpr, _compat.new_jaxpr((), (), (), (), ()).jaxpr
         eqns = [*own.eqns]
         eqns[self.at] = self._eqn.replace(params={**self._eqn.params, "jaxpr": empty})
@@ -134,7 +134,7 @@ class Around:
     def _mapped(
         self, body: jex.ClosedJaxpr, operands: Sequence[Atom], specs: Sequence[jax.sharding.PartitionSpec]
     ) -> jex.JaxprEqn:
-        """Return the equation with another body, whose constants come first among the operands."""
+        """Return the equation with another body, whose constants are its first operands."""
         jaxpr = body.jaxpr
         opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns).jaxpr
         whole = (PartitionSpec(),) * len(jaxpr.constvars)
@@ -143,9 +143,9 @@ class Around:
 
 
 def _with_unchecked(flat: jex.ClosedJaxpr, at: int) -> jex.ClosedJaxpr:
-    """Return the program whose `shard_map` does not check what differs between devices: it was checked when it was
-    traced, and what follows from it, such as sums of gradients, stands in the equations. So all that is done with
-    programs of one device can be done with it.
+    """Return the program with a `shard_map` that does not check which values differ between devices. They were checked
+    when it was traced, and equations such as sums of gradients are already in the body. Without the checks it can be
+    rewritten like any program of one device.
     """
     own, eqn = flat.jaxpr, flat.jaxpr.eqns[at]
     if any(_CHECKED_ALONE.search(name) and name not in _INVARIANT for name in _names(eqn.params["jaxpr"])):
@@ -156,7 +156,7 @@ def _with_unchecked(flat: jex.ClosedJaxpr, at: int) -> jex.ClosedJaxpr:
 
 
 def _unchecked(jaxpr: jex.Jaxpr) -> Any:
-    """Return the equations without types that say what differs between devices."""
+    """Return the equations without types that record which values differ between devices."""
     if not any(map(_compat.varying_axes, _variables(jaxpr))):
         return jaxpr
     env: dict[Any, Any] = {}
@@ -179,6 +179,7 @@ def _unchecked(jaxpr: jex.Jaxpr) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         operands = read(eqn.invars)
+        # Without checks, such a declaration is the identity.
         if eqn.primitive.name in _VARYING:
             env.update(zip(eqn.outvars, operands, strict=True))
             continue
@@ -190,14 +191,14 @@ def _unchecked(jaxpr: jex.Jaxpr) -> Any:
 
 
 def _names(jaxpr: jex.Jaxpr) -> Iterator[str]:
-    """Yield the primitives of its equations, and of the inner ones."""
+    """Yield the primitives of the equations, including inner ones."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from chain.from_iterable(map(_names, inner_jaxprs(eqn)))
 
 
 def _variables(jaxpr: jex.Jaxpr) -> Iterator[Any]:
-    """Yield all variables of its equations, of the inner ones too."""
+    """Yield all variables of the equations, including inner ones."""
     yield from (*jaxpr.constvars, *jaxpr.invars)
     for eqn in jaxpr.eqns:
         yield from eqn.outvars
@@ -211,7 +212,7 @@ _OWN = frozenset({"jaxpr", "in_specs", "out_specs"})
 
 
 def merged_shard_maps(flat: jex.ClosedJaxpr) -> Iterator[jex.ClosedJaxpr]:
-    """Yield the program with one pair merged, for each pair that may be."""
+    """Yield the program with one pair merged, for each pair that can be."""
     eqns = flat.jaxpr.eqns
     mapped = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "shard_map"]
     for first, second in combinations(mapped, 2):
@@ -226,6 +227,7 @@ def _merged(jaxpr: jex.Jaxpr, first: int, second: int) -> list[Any] | None:
     """Return the equations with two of them merged."""
     eqns = jaxpr.eqns
     one, other = eqns[first], eqns[second]
+    # Merging reorders equations, but those that run once must keep their order.
     if _common(one) != _common(other) or any(map(runs_once, eqns[first : second + 1])):
         return None
     before, inside, behind = _between(eqns[first + 1 : second], one, other)
@@ -273,9 +275,9 @@ def _merged(jaxpr: jex.Jaxpr, first: int, second: int) -> list[Any] | None:
 
 
 class _Body:
-    """The merged body as far as it is written.
+    """The merged body while it is built.
 
-    **Fields:** `atoms` its operands, `specs` how they are divided, `invars` their variables in the body; `eqns`.
+    **Fields:** `atoms` its operands, `specs` their partitioning, `invars` their variables in the body; `eqns`.
     """
 
     def __init__(self) -> None:
@@ -285,7 +287,7 @@ class _Body:
         self.eqns: list[Any] = []
 
     def operand(self, atom: Atom, spec: jax.sharding.PartitionSpec, aval: Aval) -> Atom:
-        """Return the body's variable for an operand: one for all who read it alike."""
+        """Return the body's variable for an operand: one for all readers with the same partitioning."""
         if _compat.is_literal(atom) and not shaped(atom).shape and spec == PartitionSpec():
             return atom
         for known, own, var in zip(self.atoms, self.specs, self.invars, strict=True):
@@ -297,13 +299,13 @@ class _Body:
         return self.invars[-1]
 
     def append(self, eqn: jex.JaxprEqn, operands: Sequence[Atom]) -> list[jex.Var]:
-        """Write an equation on the body's own values; returns its results."""
+        """Append an equation on the body's own values; return its results."""
         outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=[*operands], outvars=outvars))
         return outvars
 
     def of(self, mapped: jex.JaxprEqn, known: dict[int, Atom] | None = None) -> list[Atom]:
-        """Write the body of a `shard_map`, with some operands known; returns its results."""
+        """Append the body of a `shard_map`, with some operands known; return its results."""
         known, jaxpr = known or {}, mapped.params["jaxpr"]
         env: dict[Any, Any] = {}
         for k, (var, atom, spec) in enumerate(
@@ -320,7 +322,7 @@ class _Body:
 def _between(
     eqns: Sequence[jex.JaxprEqn], one: jex.JaxprEqn, other: jex.JaxprEqn
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return what reads no result of the first, what the second reads of the others, and what it does not."""
+    """Return the equations that read no result of the first; those of the rest that the second needs; all others."""
     reached, wanted = {*one.outvars}, {*_compat.variables(other.invars)}
     before: list[Any] = []
     reading: list[Any] = []
@@ -342,7 +344,7 @@ def _between(
 
 
 def is_of_scalars(eqn: jex.JaxprEqn) -> bool:
-    """Return whether all that an equation reads and makes is scalars."""
+    """Return whether all operands and results of an equation are scalars."""
     return not any(a.aval.shape for a in [*eqn.invars, *eqn.outvars])
 
 
@@ -352,5 +354,5 @@ def _is_in(atom: Atom, values: Mapping[jex.Var, object]) -> "TypeIs[jex.Var]":
 
 
 def _common(eqn: jex.JaxprEqn) -> dict[str, Any]:
-    """Return what two that are merged have in common: the mesh, its axes and whether they are checked."""
+    """Return the parameters that two must share to be merged: the mesh, its axes and whether they are checked."""
     return {key: value for key, value in eqn.params.items() if key not in _OWN}

@@ -1,8 +1,8 @@
 """Scans that are not inlined -> the same, with loop-invariant values of small or no operands computed in the body.
 
 JAX computes loop-invariant values before the loop: an attention's mask as large as its scores, or the number that
-replaces masked scores. Attention whose mask comes from outside has that array as an operand; with the mask computed in
-the body it reads only positions (see `_attention`), and nothing is as large as the scores. Law: the same results.
+replaces masked scores. The attention then reads that array; with the mask computed in the body it only reads positions
+(see `_attention`), and no array is as large as the scores. Invariant: the same results.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +26,7 @@ from .._program._primitives import (
 from .._runtime._mechanisms import mechanism
 
 GROWTH = 8
-"""An array grows out of little if what it is made of has at most this part of its bytes."""
+"""A value grows from a small one if its operands have at most one part in this many of its bytes."""
 
 
 def grows(eqn: jex.JaxprEqn) -> bool:
@@ -39,13 +39,13 @@ def grows(eqn: jex.JaxprEqn) -> bool:
 
 @mechanism("sinking into loops", off=lambda eqns, _: list(eqns))
 def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[jex.JaxprEqn]:
-    """Return equations of which the chosen scans make such values themselves."""
+    """Return the equations, with such values computed in the bodies of the chosen scans."""
     made = _makers(eqns)
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
 
 def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> jex.JaxprEqn:
-    """Return a scan whose body makes constants that grow out of little."""
+    """Return a scan with constants that grow from small values computed in its body."""
     consts, init, arrays = _compat.scan_operands(scan)
     closed = scan.params["jaxpr"]
     jaxpr, held = _compat.opened(closed)
@@ -59,7 +59,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[jex.Var, "_Made"]) -> jex.Ja
     eqns: list[Any] = []
 
     def within(a: Atom, name: jex.Var | None = None) -> Atom:
-        """Return what an outer variable is called in the body, where it is made if it can be."""
+        """Return the name of an outer variable in the body, and compute it there if possible."""
         if _compat.is_literal(a) or (name is None and a in known):
             return a if _compat.is_literal(a) else known[a]
         known[a] = name or _compat.new_var(a.aval)
@@ -98,16 +98,14 @@ def _stored(jaxpr: jex.Jaxpr) -> set[jex.Var]:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What makes a variable: the equation, and whether it is made of constants alone."""
+    """**Fields:** the equation of a variable, and whether it depends only on constants."""
 
     eqn: Any
     constant: bool
 
 
 def _makers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, _Made]:
-    """Return the variables that grow out of little, and those that take nothing but cheap pointwise work on
-    constants.
-    """
+    """Return the variables that grow from small values, and those that are cheap and pointwise in constants."""
     made: dict[Any, _Made] = {}
     for eqn in eqns:
         constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
@@ -120,5 +118,5 @@ def _makers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, _Made]:
 
 
 def _in_memory(eqn: jex.JaxprEqn) -> bool:
-    """Return whether the equation reads arrays that no kernel of its own can make."""
+    """Return whether an equation reads arrays that its kernel cannot compute itself."""
     return is_loop_edge(eqn) or reads_memory(eqn)

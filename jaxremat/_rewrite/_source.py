@@ -1,4 +1,4 @@
-"""A step as it was traced, and where it runs: what all its variants are made from."""
+"""A step as it was traced, and where it runs: the common source of its variants."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class Source:
     - `closed`: the program as it was traced.
     - `in_tree`, `out_tree`: the structures of `(args, kwargs)` without static arguments, and of the result.
     - `donated`: per flat argument; () for none.
-    - `respect_checkpoint`: whether what the user's checkpoints compute again is left as it is.
-    - `keeps_scores`: whether attention may not be done without its scores, so that rows of these may be in chunks.
-    - `apart`: whether the forward pass is a program of its own, so that all of it stands before the backward pass.
+    - `respect_checkpoint`: whether the user's checkpoints recompute the same as without a plan.
+    - `keeps_scores`: whether attention must keep its scores, so that rows of these may run in chunks.
+    - `apart`: whether the forward pass is a separate program, with all of its equations before the backward pass.
     - `turns`: see `_memory_order.memory_order`.
-    - `gathers`: operands that are gathered by equations of their own.
-    - `attention_places`: on several devices, where attention may be done without its scores; None on one.
-    - `devices`: how many the step is on.
-    - `around`: what is around the program of one device where all of the step is in a `shard_map`; arguments and types
-      are those of its body then.
-    - `references`: those that the step has from outside, whose values are arguments and results here.
+    - `gathers`: operands that separate equations gather.
+    - `attention_places`: on several devices, where attention may run without its scores; None on one.
+    - `devices`: the number of devices of the step.
+    - `around`: the program around that of one device if the whole step is in a `shard_map`; arguments and types are
+      then those of its body.
+    - `references`: those that the step gets from outside; their values are arguments and results here.
     """
 
     closed: jex.ClosedJaxpr

@@ -1,12 +1,13 @@
-"""Order of equations -> the same with the user's own copies from and to host memory where they have time.
+"""Order of equations -> the same with the user's own copies from and to host memory moved to where they overlap
+arithmetic.
 
-Who keeps the optimizer's state in host memory copies it to the device in the step, updates it, and copies it
-back. As written all of it is on the device at once. Here a copy of an argument stands so far ahead of its first reader,
-and one of a result so far behind its maker, as the copies take beside the arithmetic between; copies of one direction
-go one after the other. No copy stands farther from its update than `UPDATES` others do: where the link is the
-bottleneck, more room would not help.
+A user who keeps the optimizer's state in host memory copies it to the device in the step, updates it, and copies it
+back. As written, all of it is on the device at once. Here a copy of an argument comes so far ahead of its first reader,
+and one of a result so far behind its maker, that the arithmetic between takes as long as the copies; copies in one
+direction run one after the other. No copy is farther from its update than `UPDATES` other updates: if the link is the
+bottleneck, more distance would not help.
 
-Law: what comes out is a topological order if what goes in is; only these copies move, and none into the forward pass.
+Invariant: a topological order stays one; only these copies move, and none into the forward pass.
 """
 
 import math
@@ -24,19 +25,17 @@ from .._program._primitives import is_backward, is_contraction, is_fetch, is_put
 from ._flat_program import Loop, within
 
 INTENSITY = 8000.0
-"""Floating-point operations that a device does while one byte goes over its link: half of an H100's bfloat16 peak at 64
-GB/s."""
+"""Floating-point operations of a device per byte on its link: half of an H100's bfloat16 peak at 64 GB/s."""
 
 UPDATES = 1
-"""A copy begins at most so many updates early, and is over at most so many late."""
+"""A copy begins at most this many updates early, and ends at most this many late."""
 
 
 def updates(eqns: Sequence[jex.JaxprEqn], fetches: Collection[int]) -> dict[Any, int]:
-    """Return for each variable that is made of what these equations copy, contractions aside, which update it is
-    of: a number that ascends with the places of equations. Counters and the like, which all updates read, belong to
-    none.
+    """Return for each variable that depends on these copies, other than through contractions, the number of its update,
+    in the order of equations. Counters and similar values, which all updates read, belong to none.
     """
-    before: dict[int, int] = {}  # of each copy one of the same update, itself where that is the first
+    before: dict[int, int] = {}  # copy -> an earlier one of the same update, or itself if it is the first
 
     def first(i: int) -> int:
         while before[i] != i:
@@ -57,9 +56,7 @@ def updates(eqns: Sequence[jex.JaxprEqn], fetches: Collection[int]) -> dict[Any,
 
 
 class _Copy(NamedTuple):
-    """A copy: its place, that of its first reader or its maker, the update that it is of, and the operations that it
-    takes the time of.
-    """
+    """A copy: its position, that of its first reader or its maker, its update, and the operations that take as long."""
 
     place: int
     at: int
@@ -92,7 +89,7 @@ def streamed(
         for p in copies
         if is_fetch(eqns[p]) and eqns[p].invars[0] in arguments
         for at in (reader.get(eqns[p].outvars[0], -1),)
-        if at > begin and loop_of[order[at]] < 0  # else it stands before the loop that reads it
+        if at > begin and loop_of[order[at]] < 0  # otherwise it stays before its loop
     }
     leaving = {
         p: at
@@ -109,7 +106,7 @@ def streamed(
         if p not in coming and p not in leaving:
             trips = math.prod(loops[loop].length for loop in within(loop_of[i], loops))
             work[p] = trips * eqn_flops(eqns[p])
-    clock = [0.0, *accumulate(work)]  # what is done before each place
+    clock = [0.0, *accumulate(work)]  # operations before each position
 
     target = _ahead(fetches, clock, begin) | _behind(puts, clock)
     outside = _outside_loops([loop_of[i] for i in order], loops)
@@ -118,15 +115,15 @@ def streamed(
 
 
 def _copy(var: _compat.Atom, p: int, at: int, of: Mapping[Atom, int]) -> _Copy:
-    """**Arguments:** what is copied, on the device."""
+    """Return a copy. **Arguments:** `var` the copied value on the device."""
     return _Copy(p, at, of.get(var, p), INTENSITY * array_nbytes(var.aval))
 
 
 def _ahead(fetches: Sequence[_Copy], clock: Sequence[float], begin: int) -> dict[int, int]:
-    """Return for each copy to the device the place behind which it begins, none before `begin`."""
+    """Return for each copy to the device the position after which it begins, never before `begin`."""
     near, index = _in_turn(fetches, min)
     found: dict[int, int] = {}
-    free = math.inf  # until when the link is, counted in operations
+    free = math.inf  # the link is free until then, counted in operations
     for copy in sorted(fetches, key=lambda copy: -copy.at):
         free = min(free, clock[copy.at]) - copy.work
         turn = index[copy.update] - UPDATES
@@ -137,10 +134,10 @@ def _ahead(fetches: Sequence[_Copy], clock: Sequence[float], begin: int) -> dict
 
 
 def _behind(puts: Sequence[_Copy], clock: Sequence[float]) -> dict[int, int]:
-    """Return for each copy to the host the place behind which it is over."""
+    """Return for each copy to the host the position after which it is complete."""
     near, index = _in_turn(puts, max)
     found: dict[int, int] = {}
-    free = 0.0  # from when on the link is
+    free = 0.0  # the link is free from then on
     for copy in sorted(puts, key=lambda copy: copy.at):
         free = max(free, clock[copy.at + 1]) + copy.work
         turn = index[copy.update] + UPDATES
@@ -151,7 +148,7 @@ def _behind(puts: Sequence[_Copy], clock: Sequence[float]) -> dict[int, int]:
 
 
 def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[list[int], dict[int, int]]:
-    """Return of each update the first place, or the last; and which of these it has."""
+    """Return the first (or last) position of each update, in order, and the number of each update in this order."""
     places: dict[int, int] = {}
     for copy in copies:
         places[copy.update] = outermost(places.get(copy.update, copy.at), copy.at)
@@ -160,7 +157,7 @@ def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[li
 
 
 def _outside_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
-    """Return for each place the last of the outermost loop that it is in, or itself where it is in none."""
+    """Return for each position the last one of its outermost loop, or itself outside loops."""
     outermost = [(within(loop, loops) or [-1])[-1] for loop in loop_of]
     last = {loop: p for p, loop in enumerate(outermost)}
     return [p if loop < 0 else last[loop] for p, loop in enumerate(outermost)]

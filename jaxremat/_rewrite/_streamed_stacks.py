@@ -1,21 +1,21 @@
 """Flat equations -> the same with arrays in host memory scanned over there, each row copied in the iteration that reads
 it.
 
-A step copies an argument in host memory to the device before it reads it. Where loops read it row by row, as those over
-layers read their weights, the whole stack would be on the device for that,
+A step copies an argument in host memory to the device before it reads it. If loops read it row by row, as those over
+layers read their weights, the whole stack would then be on the device,
 
     X = fetch(H);  scan(body, c0, X)        ->        scan((c, h) -> body(c, fetch(h)), c0, H)
 
-and so would what is made of it row by row, such as weights in fewer bits. Loops within others, as in gradient
-accumulation, are found too. A backward loop reads what is recomputed of the same row: it is copied once more there,
-unless the plan saves it on the device.
+and so would arrays computed from it row by row, such as weights in fewer bits. Loops within others, as in gradient
+accumulation, are handled too. A backward loop reads values recomputed from the same row: it copies the row once more,
+unless the plan saves them on the device.
 
-Law: the same values. Every other reader of what is copied stands behind the loops, as an optimizer's update does: it
-gets a copy of its own then (see `_streamed_copies`), or joins the last loop (see `_optimizer_in_backward`).
+Invariant: the same values. Every other reader of the copy, such as an optimizer's update, comes after the loops: it
+then gets a separate copy (see `_streamed_copies`), or joins the last loop (see `_optimizer_in_backward`).
 
-Equations of stacks -> the same for one row: what an iteration can do of the work that stands around its loop.
+Equations of stacks -> the same for one row: an iteration can then compute them instead of the program around its loop.
 
-Law: a row of the result is made of the same rows of the operands, by the same operation.
+Invariant: a row of the result is computed from the same rows of the operands, by the same operation.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ _SIZES = ("shape", "new_sizes")
 
 
 def is_by_rows(eqn: jex.JaxprEqn, length: int) -> bool:
-    """Return whether the rows of an equation's result, so many, depend on those of its operands alone."""
+    """Return whether each of the `length` rows of a result depends only on the same rows of the operands."""
     if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
         return False
     shape, name = shaped(eqn.outvars[0]).shape, eqn.primitive.name
@@ -72,8 +72,8 @@ def row_equation(
 ) -> jex.JaxprEqn:
     """Return the equation for one row.
 
-    **Arguments:** `row` gives the row of an operand, `whole` an operand that is the same in all iterations; `made` the
-    variable for the result, a new one by default.
+    **Arguments:** `row` returns the row of an operand, `whole` an operand that is the same in all iterations; `made`
+    the variable for the result, a new one by default.
     """
     params: dict[str, Any] = {name: None if name in PLACES else value for name, value in eqn.params.items()}
     same = repeats_row(eqn)
@@ -86,23 +86,23 @@ def row_equation(
 
 
 Chain = tuple[jex.JaxprEqn, ...]
-"""What makes an array of another row by row: equations of one operand each, in order."""
+"""The equations, of one operand each, that compute an array from another row by row."""
 
 
 def with_streamed_stacks(program: FlatProgram) -> FlatProgram:
-    """Have loops scan over arrays in host memory where these are."""
+    """Let loops scan over arrays in host memory."""
     fetches = [eqn for eqn in program.eqns if is_fetch(eqn)]
     if not fetches:
         return program
     results = program.closed.jaxpr.outvars
     found = _streaming(program.eqns, fetches, results)
-    left = needed(found, results)  # copies of whole arrays that nothing reads any more would seem to be read
+    left = needed(found, results)  # remove copies of whole arrays that nothing reads any more
     return program.moved(with_eqns(program.closed, [found[i] for i in left]), left)
 
 
 def read_by_rows(closed: jex.ClosedJaxpr) -> list[jex.Var]:
-    """Return the arguments that loops read row by row, and nothing else before the last of these loops: in host memory
-    they need little of the device's.
+    """Return the arguments that loops read row by row, without other readers before the last of these loops: in host
+    memory, they need little of the device's memory.
     """
     jaxpr = closed.jaxpr
     found = _read_in_loops(jaxpr.eqns, _chains(jaxpr.eqns, dict.fromkeys(jaxpr.invars, ())), ())
@@ -113,14 +113,14 @@ def read_by_rows(closed: jex.ClosedJaxpr) -> list[jex.Var]:
 def _streaming(
     eqns: Sequence[jex.JaxprEqn], fetches: Iterable[jex.JaxprEqn], results: Iterable[Atom]
 ) -> list[Any]:
-    """Return the equations with loops that copy the rows of what these copy to the device."""
+    """Return the equations with loops that copy the rows of these fetched arrays to the device."""
     chains = _chains(eqns, {eqn.outvars[0]: (eqn,) for eqn in fetches})
     found = _read_in_loops(eqns, chains, set(_compat.variables(results)))
     return [_copying(eqn, found) for eqn in eqns]
 
 
 def _chains(eqns: Sequence[jex.JaxprEqn], begun: Mapping[jex.Var, Chain]) -> dict[Any, Chain]:
-    """Return for what is made row by row, without effort, of these arrays the equations, and those of the arrays."""
+    """Return the chains of light equations that compute arrays row by row from those in `begun`, and these."""
     found = dict(begun)
     for eqn in eqns:
         operands = _compat.variables(eqn.invars)
@@ -135,8 +135,8 @@ def _chains(eqns: Sequence[jex.JaxprEqn], begun: Mapping[jex.Var, Chain]) -> dic
 def _read_in_loops(
     eqns: Sequence[jex.JaxprEqn], chains: Mapping[jex.Var, Chain], returned: Collection[Atom]
 ) -> dict[Any, Chain]:
-    """Return the chains whose ends loops read row by row, if nothing else reads them, or what they are made of, before
-    the last of these loops.
+    """Return the chains whose ends loops read row by row, if nothing else reads any array of the chain before the last
+    of these loops.
     """
     readers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
@@ -154,7 +154,7 @@ def _read_in_loops(
 
 
 def _reads_rows(eqn: jex.JaxprEqn, v: jex.Var) -> bool:
-    """Return whether an equation is a loop that reads an array row by row alone, itself or in loops within it."""
+    """Return whether an equation is a loop that reads an array only row by row, itself or in loops within it."""
     if eqn.primitive.name != "scan" or not eqn.params["length"] or list(eqn.invars).count(v) != 1:
         return False
     consts, init, _ = _compat.scan_operands(eqn)
@@ -174,9 +174,7 @@ def _reads_rows(eqn: jex.JaxprEqn, v: jex.Var) -> bool:
 
 
 def _copying(eqn: jex.JaxprEqn, chains: Mapping[jex.Var, Chain]) -> Any:
-    """Return a loop that itself copies what it reads by rows of the ends of these chains; other equations as they
-    are.
-    """
+    """Return a loop that copies the rows of these chains' sources itself; other equations unchanged."""
     ends = [v for v in _compat.variables(eqn.invars) if v in chains and _reads_rows(eqn, v)]
     if not ends:
         return eqn

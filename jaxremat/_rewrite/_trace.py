@@ -1,9 +1,9 @@
 """Function and arguments -> `Traced`: one flat jaxpr of the whole step, forward and backward.
 
-Laws: evaluating `Traced.jaxpr`, its loops closed again, gives what the function gives. It holds no call that could be
-inlined, no dead equation and no two equal pure equations of one loop: merging equals undoes the user's own
-`jax.checkpoint`, so that the planner starts from the whole truth. With `respect_checkpoint` the regions that these
-compute again in the backward pass are single equations instead. Its equations stand in the order of
+Invariants: `Traced.jaxpr`, with its loops closed again, computes what the function computes. It has no call that could
+be inlined, no dead equation and no two equal pure equations in one loop. Merging equal equations undoes the user's own
+`jax.checkpoint`, so the planner may also keep values that these drop. With `respect_checkpoint`, each region that a
+checkpoint recomputes in the backward pass is a single equation instead. The equations are in the order of
 `_memory_order.memory_order`.
 """
 
@@ -50,11 +50,11 @@ from ._source import Source
 
 @dataclass(frozen=True)
 class Merged:
-    """A step inlined and its equals merged, which all of its variants begin with.
+    """A step inlined, with equal equations merged: the common start of all of its variants.
 
-    **Fields:** `flat` the plain program merely inlined, in the user's order, which compiles to the plain step but for
-    the gradients of `_pooling_places` and masks in bits; `program` the same with equals merged; the `sites` of it that
-    may take another form; the `inliner` that made it.
+    **Fields:** `flat` the plain program with calls inlined, in the user's order; it compiles to the plain step except
+    for the gradients of `_pooling_places` and masks saved as bits. `program` the same with equal equations merged;
+    `sites` the parts of it that may take another form; `inliner` the one that produced it.
     """
 
     flat: jex.ClosedJaxpr
@@ -69,14 +69,13 @@ class Traced:
 
     **Fields:**
 
-    - `source`: the step as it was traced; `merged` what all of its variants begin with; `form` which of its sites are
-      done otherwise here, and how.
+    - `source`: the step as it was traced; `merged` the common start of its variants; `form` the sites that take another
+      form, and which.
     - `program`: the step in this form, normalised and ordered, with its loops inlined.
-    - `origin`: for each equation of `flat` the index of the equation of `program` that computes the same, -1 where none
-      does.
+    - `origin`: for each equation of `flat`, the index of the equation of `program` that computes the same, or -1.
     - `labels`: the user's `checkpoint_name`s by variable; `hints` the marks of `jaxremat.hint`.
-    - `rematted`: whether the user's program has checkpoints of its own; `again` the equations of `program` that
-      checkpoints outside of loops, which are undone here, compute once more in the user's program.
+    - `rematted`: whether the user's program has checkpoints of its own; `again` the equations of `program` that the
+      user's checkpoints outside loops, which are undone, would compute a second time.
     """
 
     source: Source
@@ -91,12 +90,12 @@ class Traced:
 
     @property
     def flat(self) -> jex.ClosedJaxpr:
-        """The plain program merely inlined, see `Merged`."""
+        """The plain program with calls inlined, see `Merged`."""
         return self.merged.flat
 
     @property
     def sites(self) -> Sites:
-        """What of the step may take another form."""
+        """The parts of the step that may take another form."""
         return self.merged.sites
 
     @property
@@ -106,27 +105,27 @@ class Traced:
 
     @property
     def loop_of(self) -> tuple[int, ...]:
-        """For each equation the index in `loops` of the loop that it is of, -1 for none."""
+        """For each equation the index in `loops` of its loop, or -1."""
         return self.program.loop_of
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """The loops that are inlined."""
+        """The inlined loops."""
         return self.program.loops
 
     @cached_property
     def in_backward(self) -> Sequence[bool]:
-        """For each equation whether it is of the backward pass, or comes after it."""
+        """For each equation, whether it is part of the backward pass or comes after it."""
         return backward_equations(self.jaxpr.jaxpr.eqns, self.loop_of, self.loops)
 
     @property
     def over(self) -> frozenset[Any]:
-        """The arguments that loops write over."""
+        """The arguments that loops overwrite."""
         return frozenset(self.program.over.values())
 
     @property
     def row_places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Of each region the values that have rows: equation, result, and dimension of the rows."""
+        """For each region its values that have rows, as (equation, result, dimension of the rows)."""
         return tuple(
             tuple((self.origin[i], k, d) for i, k, d in rules if self.origin[i] >= 0)
             for rules in self.sites.found.rules
@@ -144,15 +143,15 @@ class Traced:
 
     @property
     def around(self) -> Around | None:
-        """What is around the program of one device, see `Source`."""
+        """The program around that of one device, see `Source`."""
         return self.source.around
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """Return the whole program that a flat one of this step is, or is the body of."""
+        """Return the whole program of a flat program of this step, which may be only the body for one device."""
         return self.around.step(closed) if self.around else closed
 
     def alone(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """Return some part of this step as a program by itself."""
+        """Return a part of this step as a separate program."""
         return self.around.alone(closed) if self.around else closed
 
     def in_form(self, form: Variant) -> "Traced":
@@ -160,11 +159,11 @@ class Traced:
         return in_form(self.source, self.merged, form)
 
     def named(self, form: Variant) -> Variant:
-        """Return the form, with names for its sites where it has none, see `Variant.unnamed`."""
+        """Return the form, with names for its sites if it has none, see `Variant.unnamed`."""
         return form if form.is_named else form.named(len(self.sites.lengths), len(self.sites.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
-        """Return the same step on several devices, with the gathering of operands in equations of its own, by index in
+        """Return the same step on several devices, with separate equations that gather operands, given by index in
         `flat`.
         """
         source = replace(self.source, devices=devices)
@@ -173,68 +172,66 @@ class Traced:
         return normalise(replace(source, gathers=gathers))
 
     def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
-        """Return the same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
+        """Return the same step with the rows of each region divided into this many parts, see `Region.on_devices`."""
         laid = (region.on_devices(n, share) for region, n in zip(self.sites.regions, parts, strict=True))
         found = self.sites.found._replace(regions=tuple(laid))
         sites = replace(self.sites, look=lambda: found)
         return replace(self, merged=replace(self.merged, sites=sites))
 
     def ordered_before(self) -> "Traced":
-        """Return the same step in the order that plans made before forward passes had `turns` know it in."""
+        """Return the same step in the order of older plans, from before forward passes had `turns`."""
         return in_form(replace(self.source, turns=False), self.merged, self.form)
 
     def attending(self, places: Mapping[Pattern, Places]) -> "Traced":
-        """Return the same step on several devices, of which it is known where attention may be done without its
-        scores.
-        """
+        """Return the same step on several devices, with the places where attention may run without its scores."""
         return replace(self, source=replace(self.source, attention_places=places))
 
     @property
     def microbatches(self) -> int:
-        """How many of these most of the step is done in, 0 where it is done at once."""
+        """The number of microbatches that most of the step runs in, or 0."""
         found = ((self.sites.regions[site], count) for site, (count,) in self.form.settings(ROWS).items())
         return next((count for region, count in found if region.whole and region.loop < 0), 0)
 
     def regions_inside(self, form: Variant) -> tuple[Region, ...]:
-        """Look for regions of rows in what a form makes of the regions that it has in chunks."""
+        """Return the regions of rows that exist within the chunks of a form."""
         task = Task(self.source, form, self.merged.inliner.branch(), self.sites)
         return regions_inside(self.merged.program.anew(pairs=pair_forms(task)), task)
 
     @property
     def rows(self) -> list[tuple[int, str, bool, bool, bool, bool]]:
-        """Of each region how many rows there are, the user's line, whether it is most of the step, whether some of it
-        is done twice in chunks, and whether it is within a loop.
+        """For each region the number of rows, the user's line, and whether it covers most of the step, repeats
+        equations in its chunks, is within a loop, and is windowed.
         """
         return [_told(region) for region in self.sites.regions]
 
     @property
     def rows_inside(self) -> list[tuple[int, str, bool, bool, bool, bool]]:
-        """The same of regions of the program that is in microbatches, where some are in chunks."""
+        """The same for the regions within microbatches, if the form runs some of these in chunks."""
         return list(map(_told, self.regions_inside(self.form))) if self.form.settings(INSIDE) else []
 
     @property
     def inner(self) -> list[tuple[int, str]]:
-        """Of each forward loop that is inlined within a backward loop the length, and the user's line."""
+        """The length and the user's line of each forward loop that is inlined within a backward loop."""
         within = (each for each in self.loops if each.parent >= 0 and each.role == FORWARD)
         found = [each for each in within if self.loops[each.parent].role == BACKWARD]
         return [(each.length, _compat.user_line(each.eqn)) for each in found]
 
     @property
     def attention(self) -> list[tuple[str, bool, bool]]:
-        """Of each attention that is done without its matrix of scores the user's line, whether it is in kernels, and
-        whether its gradient is if it has one.
+        """For each attention that runs without its matrix of scores the user's line, whether it runs in kernels, and
+        whether its gradient does if it has one.
         """
         eqns = [each for eqn in self.jaxpr.jaxpr.eqns for each in (eqn, *inner_eqns(eqn))]
         return [(_compat.user_line(e), *runs_in_kernels(e)) for e in eqns if e.primitive is ATTEND]
 
     @property
     def chain(self) -> str:
-        """The user's line of the first block that the way back undoes."""
+        """The user's line of the first block that the backward pass undoes."""
         undone = (eqn for eqn in reversed(self.jaxpr.jaxpr.eqns) if block_of(eqn) is not None)
         return next((line for line in map(_compat.user_line, undone) if line), "")
 
     def places(self, other: "Traced") -> dict[int, int]:
-        """Return for this form's equations those of another form that compute the same, as far as there are any."""
+        """Return a map from this form's equations to those of another form that compute the same, where both exist."""
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
 
 
@@ -250,8 +247,8 @@ def trace(
 ) -> Traced:
     """Trace a jitted step for these arguments (arrays or `jax.ShapeDtypeStruct`s) and normalise the result.
 
-    **Arguments:** `respect_checkpoint` and `keeps_scores` as of `Source`; `inlined` leaves the program as it is but for
-    that.
+    **Arguments:** `respect_checkpoint` and `keeps_scores` as in `Source`; `inlined` only inlines calls, without any
+    other pass.
     """
     staged = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
     infos, in_tree = jax.tree.flatten(staged.args_info)
@@ -284,12 +281,12 @@ def trace(
 
 
 def normalise(source: Source) -> Traced:
-    """Inline, inline, merge, prune and order a step."""
+    """Inline calls and loops, merge, prune and order a step."""
     inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
     task = Task(source, PLAIN, inliner)
     written = run(PLAIN_PASSES, FlatProgram.of(inliner.program(source.closed)), task)
     flat = written.closed
-    # Where equations come from is said of the plain program.
+    # Origins of equations refer to the plain program, so counting starts here.
     program = run(MERGING_PASSES, FlatProgram.of(flat).anew(encoded=written.encoded), task)
     return in_form(
         source, Merged(flat, program, find_sites(program, source, inliner.branch()), inliner), PLAIN
@@ -297,7 +294,7 @@ def normalise(source: Source) -> Traced:
 
 
 def in_form(source: Source, merged: Merged, form: Variant) -> Traced:
-    """Return a step in a form, by the passes that depend on it."""
+    """Return a step in a form, by running the passes that depend on the form."""
     inliner = merged.inliner.branch()
     task = Task(source, form, inliner, merged.sites)
     program = run(FORM_PASSES, merged.program.anew(pairs=pair_forms(task)), task)
@@ -327,7 +324,7 @@ def _told(region: Region) -> tuple[int, str, bool, bool, bool, bool]:
 
 
 def _inlined(source: Source) -> Traced:
-    """Return a step merely inlined, which may take no other form."""
+    """Return a step with calls inlined, and no sites that may take another form."""
     inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
     program = FlatProgram.of(inliner.program(source.closed))
     return Traced(
