@@ -5,8 +5,8 @@ with the versions in `Entry.versions`. Loading or applying it to any other progr
 """
 
 import functools
-import gzip
 import json
+import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -19,8 +19,8 @@ from .._runtime._errors import ArgumentError, PlanMismatchError
 FORMAT = 1
 OF = " of temporaries"
 """The unit of the shares in the zoo's files."""
-SUFFIX = ".json.gz"
-"""The suffix of the zoo's files: JSON, compressed to a tenth. `zcat` shows one."""
+SUFFIX = ".json.xz"
+"""The suffix of the zoo's files: JSON, compressed to a thirtieth. `xzcat` shows one."""
 JAX_MINOR = ".".join(map(str, JAX_VERSION))
 """The version of jax at hand, as far as plans depend on it."""
 
@@ -100,8 +100,8 @@ def file_name(network: str, scale: str, target: str) -> str:
 
 
 def to_bytes(shared: dict[str, object], plans: dict[str, Plan]) -> bytes:
-    """Return the bytes of such a file: the text, compressed, equal for equal text."""
-    return gzip.compress(to_json(shared, plans).encode(), mtime=0)
+    """Return the bytes of such a file: the text, compressed; plans of one network share most of it."""
+    return lzma.compress(to_json(shared, plans).encode(), preset=9)
 
 
 def to_json(shared: dict[str, object], plans: dict[str, Plan]) -> str:
@@ -121,7 +121,7 @@ def _names() -> list[str]:
 
 @functools.cache
 def _read(name: str) -> tuple[Entry, ...]:
-    return tuple(parse(gzip.decompress((files(__name__) / name).read_bytes()).decode(), name))
+    return tuple(parse(lzma.decompress((files(__name__) / name).read_bytes()).decode(), name))
 
 
 def parse(text: str, name: str) -> Iterator[Entry]:

@@ -1,7 +1,7 @@
 """Plans that come with the library: what they say of themselves, which programs they are of, how they are found."""
 
-import gzip
 import json
+import lzma
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_their_files_are_small_and_named_after_them() -> None:
     files = sorted(script.FOLDER.glob("*.json*"))
     names = {f"{e.network}-{e.scale}-{e.target}-jax{e.jax}{zoo.SUFFIX}" for e in ENTRIES}
     assert names == {f.name for f in files}
-    assert sum(f.stat().st_size for f in files) < 1_500_000
+    assert sum(f.stat().st_size for f in files) < 800_000
     assert all(f.stat().st_size < 100_000 for f in files)
 
 
@@ -118,9 +118,9 @@ def test_the_script_collects_plans_and_finds_stale_ones(
     plan = jaxremat.plan(step.step, *step.abstract_args(), budget="min", donate_argnums=step.donate_argnums)
     plan.save(tmp_path / "min.json")
     path = script.make("gpt_scanned", "tiny", "cpu", tmp_path, tmp_path)
-    assert path.name == f"gpt_scanned-tiny-cpu-jax{zoo.JAX_MINOR}.json.gz"
+    assert path.name == f"gpt_scanned-tiny-cpu-jax{zoo.JAX_MINOR}.json.xz"
     assert "0.33: no plan in" in capsys.readouterr().out
-    (entry,) = zoo.parse(gzip.decompress(path.read_bytes()).decode(), path.name)
+    (entry,) = zoo.parse(lzma.decompress(path.read_bytes()).decode(), path.name)
     assert entry.budget == "min" and entry.here and not entry.plan.alive
     assert script.applied(entry).compiled_peak_nbytes == entry.plan.compiled_peak_nbytes
     other = replace(entry, plan=replace(entry.plan, fingerprint="another"))

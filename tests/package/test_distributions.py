@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) ->
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == sources()
     assert {f"jaxremat/{name}" for name in ("py.typed", "_report/report.css", "_report/report.html")} <= names
-    assert sum(name.startswith("jaxremat/zoo/") and name.endswith(".json.gz") for name in names) >= 10
+    assert sum(name.startswith("jaxremat/zoo/") and name.endswith(".json.xz") for name in names) >= 10
     assert f"jaxremat-{VERSION}.dist-info/licenses/LICENSE" in wheel.namelist()
     entry = wheel.read(f"jaxremat-{VERSION}.dist-info/entry_points.txt").decode()
     assert "jaxremat = jaxremat.__main__:main" in entry
