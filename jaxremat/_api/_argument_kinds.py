@@ -1,4 +1,4 @@
-"""Arguments -> the way by which a step of plain trees takes them: NNX objects, or classes that hold arrays alone."""
+"""Arguments -> the wrapper by which a step of plain trees takes them: of NNX objects, or of strict classes."""
 
 from .._program._compat import Args, Kwargs
 from ._nnx_objects import OfObjects, has_objects
@@ -6,7 +6,7 @@ from ._strict_trees import OfLeaves, has_strict_trees
 
 
 def kind_of(args: Args, kwargs: Kwargs) -> type[OfObjects] | type[OfLeaves] | None:
-    """Return what makes of the step one of plain trees; None where it is one."""
+    """Return the wrapper that turns the step into one of plain trees; None if its arguments are plain trees."""
     if has_objects(args, kwargs):
         return OfObjects
     return OfLeaves if has_strict_trees(args, kwargs) else None

@@ -1,7 +1,8 @@
-"""Program, arguments -> what tells calls of a step apart that need plans of their own.
+"""Program, arguments -> the key of a call, by which a step chooses its plan.
 
-Law: equal keys have equal plans. As in `jax.jit`'s cache a key has the types and the places of arguments, what is
-static, and JAX's settings (`enable_x64`, precisions, meshes, ...), which decide what is traced and how it is compiled.
+Invariant: calls with equal keys have equal plans. As in `jax.jit`'s cache, a key has the types and devices of
+arguments, static arguments, and JAX's settings (`enable_x64`, precisions, meshes, ...), which affect tracing and
+compiling.
 """
 
 import inspect
@@ -20,9 +21,9 @@ from .._runtime._errors import ArgumentError
 
 
 def key_of(program: Program, args: Args, kwargs: Kwargs) -> Any:
-    """Return the key of a call. **Raises:** `ArgumentError` where an argument can be neither traced nor static."""
+    """Return the key of a call. **Raises:** `ArgumentError` if an argument can be neither traced nor static."""
     leaves, tree = jax.tree.flatten_with_path(program.dynamic(args, kwargs))
-    # Of arrays that are free to be anywhere the default device decides, and it is among the settings.
+    # Uncommitted arrays need no place: they follow the default device, which is among the settings.
     device = None if program.target else device_of(args, kwargs)
     types = []
     for path, leaf in leaves:
@@ -45,8 +46,8 @@ def key_of(program: Program, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _place(leaf: object, device: Any) -> Any:
-    """Return the sharding of an argument leaf, None of one that is in the memory of this device, as a struct or a NumPy
-    array without a sharding will be: the plan for those is followed by arrays.
+    """Return the sharding of an argument leaf, None if it is in this device's memory. Structs and NumPy arrays without
+    a sharding will be in that memory too, so arrays use the plan for them.
     """
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, SingleDeviceSharding) and sharding.device_set == {device}:
@@ -55,21 +56,21 @@ def _place(leaf: object, device: Any) -> Any:
 
 
 def type_of(leaf: object) -> Any:
-    """Return the array type of an argument leaf. **Raises:** TypeError where it is no array."""
+    """Return the array type of an argument leaf. **Raises:** TypeError if it is no array."""
     if isinstance(leaf, jax.Array):
         return leaf.aval
-    return jax.typeof(leaf)  # of a struct too, with the mesh of its sharding, as in an array's
+    return jax.typeof(leaf)  # works for structs too, and includes the mesh of their sharding
 
 
 @contextmanager
 def naming_static(
     program: Program, args: Args, kwargs: Kwargs, door: str = "optimize", *, by_number: bool = False
 ) -> Iterator[None]:
-    """Add to what JAX says of a function that decides by a traced value which arguments might be static: Python numbers
-    that are not.
+    """Add to JAX's error for a function that branches on a traced value: the arguments that may be meant as static,
+    Python numbers that are not.
 
-    **Arguments:** `door` the function of this library that the user called; `by_number` where it takes `static_argnums`
-    alone.
+    **Arguments:** `door` the function of this library that the user called; `by_number` if it takes only
+    `static_argnums`.
     """
     try:
         yield
@@ -92,7 +93,7 @@ def naming_static(
 
 
 def naming_deleted(error: Exception, program: Program, args: Args, kwargs: Kwargs) -> None:
-    """Add to what XLA says of an argument that an earlier call has taken which one it is, and what to write."""
+    """Add to XLA's error for a donated argument which one it is, and what to write."""
     leaves = jax.tree.leaves_with_path(program.dynamic(args, kwargs)) if "deleted" in str(error) else ()
     for path, leaf in leaves:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -104,7 +105,7 @@ def naming_deleted(error: Exception, program: Program, args: Args, kwargs: Kwarg
 
 
 class KeyLocks:
-    """A lock for each key: what several threads ask for at a time is made once."""
+    """A lock for each key, so that several threads plan each key once."""
 
     def __init__(self) -> None:
         self._own = threading.Lock()

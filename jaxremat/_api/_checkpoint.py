@@ -1,4 +1,4 @@
-"""`checkpoint`: a plan for a function that something else differentiates, in JAX's own currency."""
+"""`checkpoint`: function that other code differentiates, budget -> the function with a planned backward pass."""
 
 import functools
 import os
@@ -70,7 +70,7 @@ def checkpoint(
     - `emit`: `"policy"` makes the function a sequence of `jax.checkpoint`s with policies. It works under every
       transformation, forward mode and second derivatives included. Values that one part hands on to the next are always
       saved, and values that only derivative rules make never are. `"custom_vjp"` gives the function its own backward
-      pass with barriers. It can follow any plan, but supports only reverse mode.
+      pass with barriers. It can apply any plan, but supports only reverse mode.
     - `allow`: other forms that the plan may use for `"min"` and for budgets in bytes. `"rows"`: work that is
       independent along an axis (tokens, rays, rows of logits, queries of attention) runs in chunks of rows, in both
       passes, by a `lax.scan` within the function. Sums over the rows are added up, and random numbers do not change.
@@ -140,7 +140,9 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan for one kind of arguments, and what follows it; None where JAX has no backward pass, and `why`."""
+    """A plan for one kind of arguments, and the function or `Halves` that follow it. If JAX has no backward pass, the
+    plan is None, and `why` says so.
+    """
 
     plan: HeldPlan | None
     follow: Any
@@ -196,13 +198,13 @@ class Checkpointed:
         return f"<jaxremat.checkpoint({options.budget!r}, {options.emit}) of {self._program.fn!r}>"
 
     def _segmented(self, function: Function, key: tuple[Any, ...]) -> _Planned:
-        """Return the function of flat primals, in parts of which each is a `jax.checkpoint`."""
+        """Return the function of flat primals as a sequence of `jax.checkpoint`s."""
         if key not in self._planned:
             self._planned[key] = self._in_segments(function, key[0])
         return self._planned[key]
 
     def _prevented(self, function: Function, arguments: Any) -> bool | tuple[bool, ...]:
-        """`prevent_cse` for each primal, where it is not the same for all: what is closed over has none, as in JAX."""
+        """Return `prevent_cse`, for each primal if it is a tuple: False for closed-over values, as in JAX."""
         given = self._options.prevent_cse
         if isinstance(given, bool):
             return given
@@ -214,7 +216,7 @@ class Checkpointed:
         prevent_cse = self._prevented(function, arguments)
         try:
             joint = differentiated(function, function.inexact)
-        except NotReversibleError as error:  # it may be called all the same, and differentiated forward
+        except NotReversibleError as error:  # calls and forward mode still work
             whole = plain_checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=prevent_cse)
             return _Planned(None, whole, str(error))
         way = self._way(function, joint, function.inexact)
@@ -256,8 +258,8 @@ class Checkpointed:
         return self._planned[key, wanted]
 
     def _way(self, function: Function, joint: Joint, wanted: tuple[bool, ...]) -> Way:
-        """Return the function, or the function in parts, with what was found for it: for an equal one, such as another
-        layer's, if there was one.
+        """Return the best way to run the function, whole or in parts. Equal functions, such as those of other layers,
+        share the choice.
         """
         device = detect(jax.devices()[0])
 
@@ -275,7 +277,7 @@ class Checkpointed:
             return Way(own, both, found, division, joint.plain_nbytes, seconds)
 
         budget = parse_held(self._options.budget, joint.plain_nbytes)
-        # Part after part would be device after device of what the compiler divides among several.
+        # Chunks of rows that the compiler shards would run on one device after the other.
         divided = len(jax.devices()) > 1 and not any(map(varying_axes, function.closed.jaxpr.invars))
         if budget in ("dots", "free") or not self._options.allow or divided:
             return planned(None)
@@ -292,10 +294,9 @@ class Checkpointed:
         return fingerprint(joint.traced), options.budget, options.emit, solver, options.allow, device
 
     def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None, plain_nbytes: int) -> Found:
-        """Return the schedule for a joint program: that of an equal one, such as another layer's, if there
-        was one.
+        """Return the schedule for a joint program. Equal programs, such as those of other layers, share it.
 
-        **Arguments:** `restrict` and `plain_nbytes` as of `plan_held`.
+        **Arguments:** `restrict` and `plain_nbytes` as in `plan_held`.
         """
         options, key = self._options, (plain_nbytes, *self._key(joint))
         if key not in _FOUND:
@@ -319,7 +320,7 @@ def _forget_first(found: dict[Any, Any]) -> None:
 
 
 def _warn_of_options() -> None:
-    """Warn, once, where the enclosing `jit` lets the compiler undo what is planned."""
+    """Warn, once, if the options of the enclosing `jit` let the compiler undo the plan."""
     global _warned
     options = _compat.enclosing_options()
     needed = compiler_options()
@@ -341,7 +342,7 @@ _warned = False
 def _backward(
     halves: Halves, wanted: tuple[bool, ...], differentiable: tuple[bool, ...], *operands: jax.Array
 ) -> tuple[Any, ...]:
-    """Return the cotangents of all primals, None for those that are not wanted."""
+    """Return the cotangents of all primals, None for primals that are not `wanted`."""
     *saved, cotangents = operands
     known = [
         jnp.zeros(*_shape_and_type(c)) if isinstance(c, SymbolicZero) else c

@@ -1,4 +1,4 @@
-"""Plain step, planned step, arguments -> how far their results are apart."""
+"""Plain step, planned step, arguments -> the differences between their results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,23 +18,23 @@ from ._step import Step
 Run = Callable[..., Any]
 
 ROUNDINGS = 8.0
-"""What results may differ by, as a multiple of what the plain step's move by when its arguments move by their last bit:
-programs that add in another order differ that much."""
+"""Allowed difference of results, as a multiple of the change in the plain step's results when the last bit of its
+arguments changes: programs that add in another order differ that much."""
 
 ROWS = 20
-"""So many results are printed, those that differ most."""
+"""Number of results that are printed, those that differ most."""
 
 NOTHING = float(np.finfo(np.float32).eps) ** 2
-"""Of the largest of all results, what is as good as nothing."""
+"""Share of the largest of all results below which a difference counts as zero."""
 
 
 @dataclass(frozen=True)
 class Leaf:
     """One array of the results.
 
-    **Fields:** `path` in them; `shape` with its type; `apart` the largest difference between the two; `scale` the
-    largest entry, or the largest change of an argument that stands in the same place; `rounding` the largest difference
-    that the last bit of the arguments makes; `allowed`; `finite` whether it is so in both.
+    **Fields:** `path` in the results; `shape` with its type; `apart` the largest difference between the two; `scale`
+    the largest entry, or the largest change if an argument is at the same place; `rounding` the largest difference from
+    a change of the arguments' last bits; the `allowed` difference; `finite` whether all entries are finite in both.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Leaf:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is one of rounding."""
+        """Whether rounding explains the difference."""
         return self.apart <= self.allowed
 
     @property
@@ -90,8 +90,8 @@ class Comparison:
 
 
 def follows_signs(leaves: Sequence[Leaf]) -> list[str]:
-    """Return what to say where results differ by whole changes in a step in which rounding alone does the same to
-    others: a sign flips in other entries of the planned step than in those of the plain one.
+    """Return a note if results differ by their whole change, and rounding alone changes other results as much: then
+    signs flip in different entries of the planned and the plain step.
     """
     apart = [leaf for leaf in leaves if not leaf.agrees]
     moved = sum(leaf.rounding >= leaf.scale > 0 for leaf in leaves)
@@ -135,7 +135,7 @@ def compare(step: Step, *args: object, rtol: float = 1e-3, **kwargs: object) -> 
 
 
 def differences(plain: Run, planned: Run, args: Args, kwargs: Kwargs, rtol: float) -> list[Leaf]:
-    """Return every leaf of the results of both, in order. **Arguments:** `rtol` allowed of a leaf's scale."""
+    """Return every leaf of the results of both, in order. **Arguments:** `rtol` relative to a leaf's scale."""
 
     def results(run: Run, args: Args, kwargs: Kwargs) -> list[tuple[str, np.ndarray]]:
         args, kwargs = copied((args, kwargs))
@@ -154,7 +154,7 @@ def differences(plain: Run, planned: Run, args: Args, kwargs: Kwargs, rtol: floa
         strict=True,
     )
     leaves = [_leaf(path, a, b, c, before.get(path), rtol) for (path, a), (_, b), (_, c) in rows]
-    # A gradient that is zero but for rounding has no scale of its own, nor has its square among second moments.
+    # Gradients that are zero up to rounding, and their squares in second moments, have no meaningful scale.
     largest = max((leaf.scale for leaf in leaves if leaf.allowed and np.isfinite(leaf.scale)), default=0.0)
     return [
         replace(leaf, allowed=max(leaf.allowed, NOTHING * largest * (leaf.rounding > 0))) for leaf in leaves
@@ -185,25 +185,25 @@ def _leaf(
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference; infinite where not the same entries are finite."""
+    """Return the largest difference; infinite if different entries are finite."""
     if not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return float("inf")
     return float(np.abs(np.nan_to_num(a - b)).max(initial=0.0))
 
 
 def copied(tree: object) -> Any:
-    """Return the same tree with arrays of its own."""
+    """Return a copy of the tree with copied arrays."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, (jax.Array, np.ndarray)) else x, tree)
 
 
 def _nudged(tree: object) -> Any:
-    """Return the same with every float moved to a neighbour."""
+    """Return the tree with every float replaced by an adjacent one."""
 
     def nudge(x: object) -> Any:
         if isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.nextafter(
                 jnp.asarray(x), jnp.inf
-            )  # of the same type, a weak one too: nothing is compiled anew
+            )  # the same type, weak or not, so that nothing is compiled again
         return x
 
     return jax.tree.map(nudge, tree)

@@ -1,9 +1,7 @@
-"""Arguments, plan -> the same arguments where the plan wants them: an optimizer's state, or stacks that loops read row
-by row, in host memory.
+"""Arguments, plan -> the arguments with an optimizer's state, or stacks that loops read row by row, in host memory.
 
-Where the planner may use that memory and nothing fits on the device, or only what is expensive, it decides so by
-itself; and where the least memory is asked for. Arguments that are donated are given up when they are moved, as by the
-step itself.
+If the planner may use host memory, it moves arguments there if no plan fits otherwise, if all plans are slow, and for
+the least memory. Donated arguments are deleted when they are moved, as by the step itself.
 """
 
 import functools
@@ -31,7 +29,7 @@ from .._runtime._errors import HostMemoryError, InfeasibleBudgetError, warn
 
 
 def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | None:
-    """Return host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
+    """Return host memory if the planner may use it. **Arguments:** `here` the device, None for a target."""
     if not offload:
         return None
     allowed = None if offload is True or offload == "auto" else parse_nbytes(offload)
@@ -47,12 +45,12 @@ def usable(offload: Offload, spec: DeviceSpec, here: object) -> HostMemory | Non
 
 
 _ABOUT_HOST = re.compile("pinned|host.?(memory|alloc|bfc|offload)|memory.?(space|kind)", re.IGNORECASE)
-"""What XLA says where it is not the device's memory that it cannot have."""
+"""Texts of XLA's errors about host memory, not the device's."""
 
 
 def saying_refusals(run: Callable[..., Any], plan: Plan, args: Args, kwargs: Kwargs) -> Callable[..., Any]:
-    """Return a compiled step that raises `HostMemoryError` where host memory is refused when it runs; a step that
-    uses none is returned as it is.
+    """Return a compiled step that raises `HostMemoryError` if an allocation of host memory fails when it runs. A step
+    that uses none is returned unchanged.
     """
     if not (plan.offloaded or plan.on_host or any_on_host(args, kwargs)):
         return run
@@ -78,16 +76,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where arguments of a program are.
+    """The placement of a program's arguments.
 
-    **Fields:** `program`; `prepare` what is to be planned for arguments.
+    **Fields:** `program`; `prepare` returns the problem and the request for arguments.
     """
 
     program: Program
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Problem, Request]]
 
     def arranged(self, plan: Plan, args: Args, kwargs: Kwargs) -> Arguments:
-        """Return the arguments where a plan wants them."""
+        """Return the arguments in the memories that a plan requires."""
         if not plan.on_host:
             return args, kwargs
         leaves = jax.tree.leaves(self.program.dynamic(args, kwargs))
@@ -98,7 +96,7 @@ class Arrangement:
         return self._moved(plan.on_host, args, kwargs)
 
     def give_up(self, plan: Plan, args: Args, kwargs: Kwargs) -> None:
-        """Free on the device what a call with these arguments takes from host memory."""
+        """Delete the device arrays of arguments that the step reads from host memory."""
         leaves = jax.tree.leaves(self.program.dynamic(args, kwargs))
         for place in plan.on_host:
             if not is_there(leaves[place]):
@@ -115,7 +113,7 @@ class Arrangement:
         briefly = sparing and not least and bool(might.sizes)
         found: list[Planned] = []
         if might.sizes and (missing := certainly_missing(problem, request)):
-            # nothing is to be compiled to know that it does not fit
+            # Arguments and outputs alone exceed the budget, so no plan without host memory is tried.
             tries, step_seconds = might.tries(missing), problem.estimated.step_seconds
             budget = problem.estimated.base_nbytes - missing
         else:
@@ -153,9 +151,9 @@ class Arrangement:
         args: Args,
         kwargs: Kwargs,
     ) -> Planned:
-        """Return the plan of the step with these arguments in host memory, timed against the step without.
+        """Return the plan of the step with these arguments in host memory, its overhead relative to the step without.
 
-        **Arguments:** `within` has the budget in bytes, where it is a share of the step without.
+        **Arguments:** `within` has the budget in bytes if it is a share of the step without.
         """
         problem, request = self.prepare(*self._moved(places, args, kwargs))
         request = replace(request, nbytes=within.nbytes, briefly=within.briefly)
@@ -185,12 +183,12 @@ class Arrangement:
 
 
 def _fixed(request: Request, nbytes: int) -> int | None:
-    """Return the budget in bytes where it is a share of a step, which other arguments must not change."""
+    """Return the budget in bytes if it is a share of a step, since moved arguments must not change it; else None."""
     return nbytes if isinstance(read_budget(request.budget), Share) else None
 
 
 def _said(planned: Planned) -> Planned:
-    """Return the plan, with a warning where it returns some of the arguments elsewhere than they came from."""
+    """Return the plan, with a warning if its step returns some arguments in another memory than they came from."""
     if nbytes := planned.plan.on_host_nbytes:
         warn(
             f"The plan keeps {format_nbytes(nbytes)} of the donated arguments in host memory, and the step returns "

@@ -1,8 +1,8 @@
 """A step of NNX objects -> the same step of trees, with the objects updated as `nnx.jit` updates them.
 
-`nnx.jit` takes objects (modules, optimizers, metrics, random streams) apart, calls what `jax.jit` made of a function of
-trees, and writes the results back, shared references and changes of structure included. Here it calls a planned step of
-that function instead. Flax is imported by those who have such objects alone.
+`nnx.jit` splits objects (modules, optimizers, metrics, random streams) into trees, calls a jitted function of trees,
+and writes the results back, including shared references and changes of structure. Here it calls a planned step of that
+function instead. Flax is imported only if there are such objects.
 """
 
 import sys
@@ -17,8 +17,8 @@ from .._program._compat import Args, Kwargs
 
 
 def has_objects(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether NNX objects are among the arguments. A `State` is none, nor is what `nnx.jit` makes of an
-    object: those are trees already.
+    """Return whether NNX objects are among the arguments. `State`s, and the trees into which `nnx.jit` splits objects,
+    do not count: those are trees already.
     """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -34,10 +34,10 @@ def has_objects(args: Args, kwargs: Kwargs) -> bool:
 
 
 class OfObjects:
-    """A function of objects, by way of a function of trees.
+    """A function of objects, implemented by a function of trees.
 
-    **Arguments:** `program` of the function of objects; `make` gives for the program of the function of trees what is
-    called in its place.
+    **Arguments:** `program` of the function of objects; `make` returns the callable for the program of the function of
+    trees.
     """
 
     def __init__(self, program: Program, make: Callable[[Program], Any]):
@@ -56,8 +56,8 @@ class OfObjects:
         self._outside.jitted_fn = self
 
     def _beside_static(self, shardings: object, program: Program) -> Any:
-        """Return the arguments' shardings with a place for each static argument, as the function of trees gives
-        them back.
+        """Return the arguments' shardings with an entry for each static argument, which the function of trees returns
+        too.
         """
         if not isinstance(shardings, tuple | list):
             return shardings
@@ -77,7 +77,7 @@ class OfObjects:
         return self._outside(*args, **kwargs)
 
     def ask(self, question: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
-        """Return what a function says of what was made, for the trees; the objects stay as they are."""
+        """Return the result of `question` for the callable from `make` and the trees, without updating the objects."""
         self._question = question
         self._outside.lower(*args, **kwargs)
         return self._answer

@@ -1,9 +1,7 @@
 """Function, budget -> a decorated step: `optimize`.
 
-Jitted function, options of `optimize` -> the function itself, and the options with those that `jax.jit` was given.
-
-Law: nothing that was said to `jax.jit` (donation, static arguments, shardings, compiler options) is lost: it is handed
-over, or refused.
+Invariant: no option of a jitted function (donation, static arguments, shardings, compiler options) is lost: it is taken
+over, or an error says that it cannot be.
 """
 
 import functools
@@ -25,7 +23,7 @@ from ._step import Step
 
 _NUMBERED = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
 _LOST = ("donate_argnums", "in_shardings", "out_shardings", "compiler_options")
-"""What a call of a jitted function within another one does not do."""
+"""Options of a jitted function that have no effect when another jitted function calls it."""
 
 
 def handed_over(
@@ -33,10 +31,10 @@ def handed_over(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the function to trace and its options.
 
-    **Arguments:** `options` that `optimize` was given, by their names in `jax.jit`.
+    **Arguments:** `options` of `optimize`, by their names in `jax.jit`.
 
-    **Raises:** `ArgumentError` where the two contradict each other, or where a jitted function is within a partial
-    application or a method, whose options are of other arguments.
+    **Raises:** `ArgumentError` if the two contradict each other, or if a jitted function is inside a partial
+    application or a method, so that its options refer to other arguments.
     """
     own = _compat.jit_options(fn)
     if own is None:
@@ -102,7 +100,7 @@ def optimize(
 
     - `budget`: the peak allowed on one device (arguments + outputs + temporaries - aliased bytes): an int of bytes,
       `"24GiB"`, `"24GB"`, `"500MiB"`; a float in (0, 1] as a share of the device's memory, None for all of it; `"50% of
-      peak"` (or `"50%"`) of the plain step; `"50% of temporaries"` beside its arguments and outputs; or `"min"` for
+      peak"` (or `"50%"`) of the plain step; `"50% of temporaries"` on top of its arguments and outputs; or `"min"` for
       about the least memory at no more than twice the step's time: the fastest plan found within 5 % of the least
       temporaries.
     - `plan`: an existing plan, or the file that it was saved to, instead of a budget. It needs no solver.
@@ -118,13 +116,13 @@ def optimize(
       a `checkpoint_name`) or within a source line, or a compiled regular expression. Matching values are saved
       (`"save"`), recomputed (`"recompute"`) or offloaded (`"offload"`); with `"stage"`, a stage of the backward pass
       begins where the backward pass of the matching operations does.
-    - `offload`: allow the planner to keep saved values in host memory between their readers, where that costs less than
+    - `offload`: allow the planner to keep saved values in host memory between their readers, if that costs less than
       recomputing them. The planner first searches for plans without host memory, so planning may take twice as long. If
       no plan fits, or only expensive ones, it also keeps donated arguments in host memory: those that only the update
       reads, such as an optimizer's state, and then stacks that loops read one row at a time, such as layers' weights.
       The step returns them there, and a warning says so (see `Plan.on_host`). On a CPU, True only causes a warning;
-      `"auto"` uses host memory only where the best plan without it makes the step 2 % longer, and for arguments only
-      where nothing fits; planning takes at most about a third longer. Bytes or text such as `"64GiB"` mean True, and
+      `"auto"` uses host memory only if the best plan without it makes the step 2 % longer, and for arguments only if
+      nothing fits; planning takes at most about a third longer. Bytes or text such as `"64GiB"` mean True, and
       limit the host memory that all devices of the process use together. The default limit is half of the machine's
       memory; for a `target` there is none.
     - `allow`: transformations that the planner may use besides recomputation, where they are cheaper. `"attention"`:
@@ -136,9 +134,9 @@ def optimize(
       round gradients (`jaxremat.compare` reports by how much), and leave the forward pass as it is.
     - `planning`: how to search for a plan and check it, a `jaxremat.Planning`.
     - `like`: a plan of the same step for other shapes (another batch size or sequence length), or its file. The new
-      plan is made from it, with at most one solve and two compilations, and verified as any other. If it does not fit,
-      or takes 2 % of the step longer than that plan, the step is planned as usual. By default this is tried with the
-      step's own plans for other shapes, and with those in the plan cache within the same budget, unless
+      plan is adapted from it, with at most one solve and two compilations, and verified like any other. If it does not
+      fit, or is slower than that plan by 2 % of the step, the step is planned as usual. By default this is tried with
+      the step's own plans for other shapes, and with those in the plan cache within the same budget, unless
       `Planning(effort="thorough")`. False searches for each shape from scratch.
 
     **Returns:** a decorator that returns a `Step`.
@@ -183,7 +181,7 @@ def optimize(
             "margin, or write the budget in bytes."
         )
     if plan is None and isinstance(budget, (str, int, float)):
-        parse_budget(budget, 1 << 40, lambda: (0, 1))  # what can never be read is refused where it is written
+        parse_budget(budget, 1 << 40, lambda: (0, 1))  # an invalid budget raises where it is written
 
     given = given_plan(plan)
     alike = None if like is False else tuple(filter(None, [given_plan(like)]))

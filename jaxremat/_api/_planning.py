@@ -1,4 +1,4 @@
-"""Function, arguments -> its plan or its memory, asked for without decorating it."""
+"""Function, arguments -> its plan or its memory, without decorating the function."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ def memory(
 
 
 def _memory(program: Program, args: Args) -> MemoryStats:
-    """Return what a program needs, by the model where the compiler does not compile it."""
+    """Return the memory of a program, by the model if it does not compile."""
     jitted: Any = program.fn if hasattr(program.fn, "lower") else program.plain
     try:
         return MemoryStats.of(program.compile(jitted, args, {}))

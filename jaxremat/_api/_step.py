@@ -1,11 +1,10 @@
-"""Function, request -> `Step`, which plans when called with new arguments, and runs what was planned.
+"""Function, request -> `Step`, which plans when called with new arguments, and runs the planned step.
 
-Step, object -> the step as a method of the object, as functions that classes hold have them.
+`Bound` is a step as a method of an object. Pickles and copies of a step have its function, options and plans, but no
+compiled programs.
 
-Step -> what pickles and copies it: its function, options and plans; not what is compiled.
-
-Law: a copy follows the plans that the step had, and plans anew for other arguments. A step that is found by the name of
-its function, as a decorated one is, is pickled by that name, as functions are.
+Invariant: a copy applies the plans of the step, and plans again for other arguments. A step that is found under its
+function's name, as a decorated one is, is pickled by that name, like a function.
 """
 
 import copy
@@ -47,7 +46,7 @@ from ._strict_trees import OfLeaves
 def reduced(
     step: object, plans: tuple[Plan, ...], make: Callable[..., object], state: tuple[object, ...]
 ) -> Any:
-    """Return what `__reduce__` does of a step. **Arguments:** `make` a step of its `state` and of plans."""
+    """Return the result of a step's `__reduce__`. **Arguments:** `make` builds a step from its `state` and plans."""
     names = str(getattr(step, "__module__", "")), str(getattr(step, "__qualname__", ""))
     if _found(*names) is step:
         return _with_plans, (*names, plans)
@@ -96,7 +95,7 @@ class Bound:
 
 
 class _Recent(NamedTuple):
-    """What the last call looked like, and the program that ran it."""
+    """The types of the last call's arguments, and the program that ran it."""
 
     types: list[Any]
     tree: Any
@@ -111,7 +110,7 @@ class Step:
 
     def __init__(self, program: Program, request: Request, plan: Plan | None, carried: tuple[Plan, ...] = ()):
         functools.update_wrapper(self, program.fn)
-        self._carried = carried  # plans of the step that this one is a copy of
+        self._carried = carried  # plans of the step from which this one was copied
         self._program = program
         self._request = request
         self._given = plan
@@ -153,7 +152,7 @@ class Step:
             raise
 
     def _through(self, args: Args, kwargs: Kwargs) -> OfObjects | OfLeaves | None:
-        """Return this step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
+        """Return the wrapper of this step for arguments that are no plain trees, see `_argument_kinds`; else None."""
         kind = kind_of(args, kwargs)
         if kind is not None and kind not in self._by_kind:
             self._by_kind[kind] = kind(self._program, lambda plain: Step(plain, self._request, self._given))
@@ -184,7 +183,7 @@ class Step:
             self._planned[key] = planned
         with self._locks.held(key):
             run = saying_refusals(self._executable(planned, args, kwargs), planned.plan, args, kwargs)
-        self._arrangement.give_up(planned.plan, *given)  # only now: what fails before loses nothing
+        self._arrangement.give_up(planned.plan, *given)  # last, so that an earlier error keeps the arguments
         static = self._program.static(args, kwargs)
         types = [type_of(leaf) for leaf in leaves]
         self._recent = _Recent(types, tree, static, key, _compat.settings(), run)
@@ -217,7 +216,7 @@ class Step:
 
     @_compat.api_boundary
     def compile(self, *args: object, **kwargs: object) -> Any:
-        """Return the planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a
+        """Return the planned step, compiled for these arguments: a `jax.stages.Compiled`, or its equivalent for a
         target.
         """
         if (through := self._through(args, kwargs)) is not None:
@@ -232,10 +231,10 @@ class Step:
         return find(str(device_of(args, kwargs).device_kind)) == target.device
 
     def _executable(self, planned: Planned, args: Args, kwargs: Kwargs) -> Any:
-        """Return the compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
+        """Return the compiled step to run. A step for a target is compiled again by the device's compiler.
 
-        **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget; `CompilationError` where it
-        refuses the step; `HostMemoryError` where the device has no host memory for the plan.
+        **Raises:** `InfeasibleBudgetError` if that compiler needs more than the budget; `CompilationError` if it fails;
+        `HostMemoryError` if the device has no host memory for the plan.
         """
         if (target := self._program.target) is not None and self._is_here(target, args, kwargs):
             if planned.plan.offloaded:
@@ -251,7 +250,7 @@ class Step:
         return self._compiled(planned, args, kwargs)
 
     def _corrected(self, planned: Planned, args: Args, kwargs: Kwargs, refusal: InfeasibleBudgetError) -> Any:
-        """Return the step compiled here, by a plan that fits where the one that was made without the device
+        """Return the step compiled with a corrected plan that fits this device, for a plan that was made without it and
         does not.
         """
         here = Step(replace(self._program, target=None), self._request, planned.plan)
@@ -272,7 +271,7 @@ class Step:
         return f"<jaxremat.optimize({what}) of {getattr(self, '__qualname__', self._program.fn)!s}>"
 
     def carry(self, plans: tuple[Plan, ...]) -> None:
-        """Follow these plans for the arguments that they were made for."""
+        """Apply these plans to calls with the arguments that they were made for."""
         known = {plan.fingerprint for plan in self._carried}
         self._carried += tuple(plan for plan in plans if plan.fingerprint not in known)
 
@@ -307,7 +306,7 @@ class Step:
             return self._arrangement.planned(self._given, args, kwargs)
 
     def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Problem, Request]:
-        """Return what to plan for these arguments."""
+        """Return the problem and the request for these arguments."""
         program = placed(self._program, args, kwargs)
         here: Any = None
         if program.target is not None:
@@ -335,7 +334,7 @@ class Step:
         return problem, replace(asked, device_nbytes=reported, neighbours=self._neighbours())
 
     def _neighbours(self) -> tuple[Plan, ...] | None:
-        """Return the plans that those for other shapes may start from, None where they shall not."""
+        """Return the plans from which plans for other shapes may be adapted, None if `like=False`."""
         if (like := self._request.like) is None:
             return None
         return (*like, *reversed(self._plans())) if self._request.planning.effort == "normal" else like

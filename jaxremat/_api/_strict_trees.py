@@ -1,9 +1,8 @@
-"""A step whose arguments' classes hold nothing but arrays -> the same step of their leaves.
+"""A step with arguments whose classes accept only arrays -> the same step of their leaves.
 
-`jax.jit` lowers a step by putting descriptions of arrays into the trees of its arguments, and a class that looks at
-what it is given (`jmp.DynamicLossScale`, dataclasses that check their fields) refuses them: such a step can be called,
-but not lowered. Here each argument is a tuple of its leaves, and the trees are made while the step is traced, as in a
-call.
+To lower a step, `jax.jit` puts descriptions of arrays into the trees of its arguments. A class that checks its fields
+(`jmp.DynamicLossScale`, some dataclasses) rejects them: such a step can be called, but not lowered. Here each argument
+is a tuple of its leaves, and the trees are built while the step is traced, as in a call.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from .._program._compat import Args, Kwargs
 
 
 def has_strict_trees(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a class among the arguments refuses what `jax.jit` describes arrays with."""
+    """Return whether a class among the arguments rejects `jax.jit`'s descriptions of arrays."""
     return _is_strict(jax.tree.structure((args, kwargs)))
 
 
@@ -37,8 +36,8 @@ def _is_strict(tree: Any) -> bool:
 class _OfStructure:
     """The step for one structure of its arguments.
 
-    **Fields:** the `trees` of its traced arguments, by place and by name; what was `made` of its program; by `_key` the
-    `structures` of its results, which are known when it is traced.
+    **Fields:** the `trees` of its traced arguments, by place and by name; the callable `made` from its program; the
+    `structures` of its results by `_key`, known after tracing.
     """
 
     trees: tuple[Sequence[Any], dict[str, Any]]
@@ -47,10 +46,10 @@ class _OfStructure:
 
 
 class OfLeaves:
-    """A function of trees, by way of functions of leaves, one for each structure of the arguments.
+    """A function of trees, implemented by functions of leaves, one for each structure of the arguments.
 
-    **Arguments:** `program` of the function of trees; `make` gives for the program of a function of leaves what is
-    called in its place.
+    **Arguments:** `program` of the function of trees; `make` returns the callable for the program of a function of
+    leaves.
     """
 
     def __init__(self, program: Program, make: Callable[[Program], Any]):
@@ -66,7 +65,7 @@ class OfLeaves:
         return jax.tree.unflatten(step.structures[self._key(leaves, named)], results)
 
     def ask(self, question: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
-        """Return what a function says of what was made, for the leaves."""
+        """Return the result of `question` for the callable from `make` and the leaves."""
         leaves, named = self._each(jax.tree.leaves, args, kwargs)
         return question(self._step(args, kwargs).made, *leaves, **named)
 
@@ -88,7 +87,7 @@ class OfLeaves:
         return self._steps[key]
 
     def _function(self, step: _OfStructure) -> Callable[..., Any]:
-        """Return the user's function, of leaves and giving leaves."""
+        """Return the user's function, from leaves to leaves."""
 
         @wraps(self._program.fn)  # with its signature
         def of_leaves(*args: object, **kwargs: object) -> Any:
@@ -105,6 +104,6 @@ class OfLeaves:
         return of_leaves
 
     def _key(self, leaves: Sequence[object], named: dict[str, object]) -> Any:
-        """Return what the structure of the results may depend on besides that of the arguments."""
+        """Return a key of everything except the arguments' structure on which that of the results may depend."""
         types = [jax.typeof(leaf) for leaf in jax.tree.leaves(self._program.dynamic(leaves, named))]
         return tuple((t.shape, t.dtype) for t in types), self._program.static(leaves, named)

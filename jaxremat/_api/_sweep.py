@@ -1,9 +1,10 @@
 """Function and arguments -> `Frontier`: plans for budgets from the plain step's memory down to the least.
 
-Half of the budgets are the peaks of vertices of the convex hull of memory against time, whose schedules one solve each
-gives without a budget (see `_solver._hull`); the others lie about the middle of the widest gaps between those. A budget
-is what its plan needs, so that most take one compilation. The plain step is compiled once. Law: what a sweep has done
-is on disk, so that the next one like it goes on from there.
+Invariant: a sweep writes its results to disk at once, so that the same sweep continues there when it is called again.
+
+Half of the budgets are the peaks of vertices of the convex hull of memory against time. Each vertex takes one solve
+without a budget (see `_solver._hull`). The others are near the middle of the widest gaps between these. A budget is the
+peak of its plan, so most take one compilation. The plain step is compiled once.
 """
 
 import functools
@@ -37,28 +38,28 @@ from ._optimize import optimize
 from ._step import Step
 
 POLICIES = {"dots saved": SaveDots(), "√n checkpoints": Chen(), "recompute all": RecomputeAll()}
-"""Rules by hand. The first is `jax.checkpoint_policies.dots_saveable`."""
+"""Hand-written rules. The first is `jax.checkpoint_policies.dots_saveable`."""
 
 HULL_SHARE = 0.25
-"""Share of the time limit that each solve for a vertex of the hull has, for each cutting into stages."""
+"""Share of the time limit for each solve for a vertex of the hull, for each cutting into stages."""
 
 NARROW = 0.01
-"""Gaps between budgets below this share of the whole range are not halved."""
+"""Gaps between budgets below this share of the whole range are not split further."""
 
 
 @takes_planning
 def sweep(
     fn: Callable[..., object], *args: object, points: int = 12, target: str | None = None, **options: Any
 ) -> Frontier:
-    """Plan a step for several budgets, from the plain step's memory down to the least, and return what each of them
-    costs.
+    """Plan a step for several budgets, from the plain step's memory down to the least, and return the extra time of
+    each.
 
     Every plan is kept in the cache folder (`$JAXREMAT_CACHE`) at once: an interrupted sweep continues from there when
     it is called again.
 
     **Arguments:** the step and its arguments (arrays or `jax.ShapeDtypeStruct`s); `points`, the number of budgets, at
-    least 2; `target` and the other options of `jaxremat.optimize`, without `budget` and `plan`. A step that `optimize`
-    made is swept with its own options.
+    least 2; `target` and the other options of `jaxremat.optimize`, without `budget` and `plan`. A step from `optimize`
+    is swept with its own options.
 
     **Returns:** a `Frontier`: `print` it, `plot()` it, or ask it for the `best(max_overhead=0.05)`.
 
@@ -93,7 +94,7 @@ def sweep(
 def _swept(points: int, step: Step, *args: object) -> Frontier:
     """Return the frontier of a step of trees of arrays."""
     problem, request = step._prepare(args, {})
-    # Ctrl-C ends the sweep, which goes on from there, not one of its plans.
+    # Ctrl-C ends the whole sweep, which can continue later, not just the search for one plan.
     request = replace(request, planning=replace(request.planning, on_interrupt="stop"))
     with shown(request.planning.progress), phase("sweeping", points + len(POLICIES)) as progress:
         return _Sweep(problem, request, progress).run(points)
@@ -113,8 +114,8 @@ class _Sweep:
 
     @functools.cached_property
     def baseline(self) -> Baseline | None:
-        """From which all plans start, so that they have the same figures for the plain step; None where nothing is to
-        be compiled. It is measured when the first plan is made that no earlier sweep has found.
+        """The baseline of all plans, so that they have the same figures for the plain step; None if nothing is
+        compiled. It is measured for the first plan that no earlier sweep has stored.
         """
         return (
             measure_baseline(self.problem, plain=True, tagged=False) if self.request.planning.verify else None
@@ -126,7 +127,7 @@ class _Sweep:
 
     @functools.cached_property
     def graphs(self) -> Graphs:
-        """Those that plans are made on."""
+        """The graphs on which plans are solved."""
         return self.baseline.graphs if self.baseline else EstimatedGraphs(self.problem)
 
     def run(self, points: int) -> Frontier:
@@ -151,7 +152,7 @@ class _Sweep:
         while len(found) < points and (gap := self._widest(found, frontier.cost)):
             budget = with_margin(gap.middle_nbytes, self.request.planning.workspace_margin)
             entry = self._done(f"gap-{budget}", lambda gap=gap: self._entry(self._between(gap)))
-            if entry["plan"] is None:  # then that of the next smaller budget is the best known
+            if entry["plan"] is None:  # the best known plan is then that of the next smaller budget
                 margin = parse_margin(self.request.planning.workspace_margin, budget)
                 plan = max((p.plan for p in found if p.budget_nbytes < budget), key=lambda p: p.budget_nbytes)
                 plan = replace(plan, budget_nbytes=budget, margin_nbytes=margin)
@@ -171,14 +172,14 @@ class _Sweep:
         )
 
     def _done(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what an earlier sweep has found, else what `make` finds, which is kept."""
+        """Return the stored result of an earlier sweep, else that of `make`, which is stored."""
         path = None if self.key is None else cache_dir() / "sweeps" / f"{self.key}-{name}.json"
         found = None if path is None else recall(path, _parse)
         if found is None:
             found = make()
             if path is not None:
                 keep(path, json.dumps(found))
-        # So that a sweep that goes on knows as much as one that was not interrupted.
+        # A continued sweep must know the same rounds as an uninterrupted one.
         if found.get("plan") is not None:
             self.before.rounds += _plan(found).rounds
         return found
@@ -196,7 +197,7 @@ class _Sweep:
         return make_plan(self.problem, asked, self.baseline, self.before).plan
 
     def _between(self, gap: Gap) -> Plan | None:
-        """Return a plan in a gap, None where none was found."""
+        """Return a plan in a gap, or None."""
         if self.baseline is not None:
             found = make_plan_between(self.problem, self.request, gap, self.baseline, self.before)
             return None if found is None else found.plan
@@ -206,9 +207,7 @@ class _Sweep:
             return None
 
     def _entry(self, plan: Plan | None) -> dict[str, Any]:
-        """Return a plan as it is kept; one that is known by its peak gets the budget of which the margin
-        leaves that.
-        """
+        """Return a plan as stored. A plan whose budget is its peak gets a budget that leaves the margin free."""
         if plan is not None and not plan.margin_nbytes:
             budget = with_margin(plan.budget_nbytes, self.request.planning.workspace_margin)
             plan = replace(plan, budget_nbytes=budget, margin_nbytes=budget - plan.budget_nbytes)
@@ -217,7 +216,7 @@ class _Sweep:
     def _hull(
         self, plain: Plan, least: Plan, step_seconds: float, most: int
     ) -> tuple[list[Plan], list[tuple[Bound, Collection[Variant]]]]:
-        """Plans at vertices of the convex hull between the two, and what was proven on the way, of which variants."""
+        """Return plans at vertices of the convex hull between two plans, and the proven bounds with their variants."""
         if not isinstance(self.solver, Priced):
             return [], []
         plans: list[Plan] = []
@@ -238,8 +237,8 @@ class _Sweep:
         return plans, list(zip(bounds, forms, strict=True))
 
     def _for_all(self, bound: Bound, forms: Collection[Variant], found: Sequence[Point]) -> Bound:
-        """Return a bound that holds of the variants of all plans, one that held of these: plans that were found after
-        it may be of others, which take less.
+        """Return a bound that holds for the variants of all plans, given one for `forms`: later plans may be of other
+        variants, which are faster.
         """
         solver = self.solver
         assert isinstance(solver, Priced)
@@ -256,11 +255,11 @@ class _Sweep:
         return Bound(bound.price, min(bound.seconds, own))
 
     def _cuttings(self, variants: Iterable[Variant]) -> list[Graph]:
-        """Return the graphs of variants, in each of their cuttings into stages."""
+        """Return the graphs of variants, in all cuttings into stages."""
         return [cut for graph in filter(None, map(self.graphs.of, variants)) for cut in cuttings(graph)]
 
     def _vertex(self, price: float, edge: tuple[Vertex, Vertex], plans: Sequence[Plan]) -> dict[str, Any]:
-        """Return the best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
+        """Return the best schedule at a price of memory, with its plan if it is below the edge of the hull."""
         assert isinstance(self.solver, Priced)
         plain = self.graphs.plain
         made = dict.fromkeys(plan.form for plan in plans if plan.form != plain.form)
@@ -285,10 +284,10 @@ class _Sweep:
         return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
 
     def _widest(self, points: Sequence[Point], cost: Callable[[Point], float]) -> Gap | None:
-        """Return the gap between budgets that most may lie in, None where all are narrow.
+        """Return the largest gap between budgets, by bytes times overhead; None if all are narrow.
 
-        From its own peak up to its budget a plan is as good as any within that budget; and where the next smaller
-        budget costs no more, there is nothing to be found.
+        A gap ends at the peak of its upper plan, since that plan is the best for all budgets from there on. It is empty
+        if the lower budget costs no more.
         """
         points = sorted(points, key=lambda point: point.budget_nbytes)
         narrow = max(NARROW * (points[-1].budget_nbytes - points[0].budget_nbytes), 1)
@@ -300,7 +299,7 @@ class _Sweep:
         return max(gaps, default=(0, None))[1]
 
     def _policy(self, name: str, least_overhead: float) -> dict[str, Any]:
-        """Return what a rule by hand needs and costs; it is compiled if a picture has room for it."""
+        """Return the peak and overhead of a hand-written rule. It is compiled if it is fast enough for the plot."""
         verify = self.request.planning.verify
         graph = self.graphs.plain
         solution = POLICIES[name].solve(graph, None, time_limit=self.request.planning.time_limit)
@@ -318,7 +317,7 @@ class _Sweep:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Return an entry of the folder. **Raises:** ValueError where it is none."""
+    """Return an entry of the sweep's folder. **Raises:** ValueError for another text."""
     entry = json.loads(text)
     if not isinstance(entry, dict):
         raise ValueError("it is not an entry of a sweep")

@@ -2,11 +2,10 @@
 
 Invariant: an executable's text is printed and parsed at most once, when the first fact that needs it is read.
 
-Module, device -> what its copies between device and host memory take beside its kernels.
+Module, device -> the time for which kernels wait for copies between device and host memory (`host_traffic`).
 
-Law: copies run beside the kernels, those there and those back one after the other, each begun where the schedule begins
-it; the kernels wait where the schedule waits for a copy that is not over. A loop's copies are begun and over within
-each of its iterations.
+The model: copies run in parallel with kernels, one at a time in each direction, and start where the schedule starts
+them. Kernels wait where the schedule waits for an unfinished copy. A loop's copies start and end within an iteration.
 """
 
 from collections import Counter
@@ -36,7 +35,7 @@ class HostTraffic:
 
 
 def host_traffic(module: Module, device: DeviceSpec) -> HostTraffic:
-    """Return what a program copies, and how long it waits for that."""
+    """Return the bytes that a program copies to and from host memory, and the seconds for which it waits."""
     instructions = (i for computation in module.computations.values() for i in computation.instructions)
     if all(transfer(module, i) is None for i in instructions):
         return HostTraffic()
@@ -45,9 +44,9 @@ def host_traffic(module: Module, device: DeviceSpec) -> HostTraffic:
 
 
 def seconds_with_copies(module: Module, device: DeviceSpec, ran: Iterable[Kernel] | None = None) -> float:
-    """Return the least time in which `device` can run the module, by its kernels and the copies that these wait for.
+    """Return the least time in which `device` can run the module: its kernels, and their waits for copies.
 
-    **Arguments:** `ran` the module's kernels, where they are known.
+    **Arguments:** `ran` the module's kernels, if known already.
     """
     return roofline(module, device, ran).seconds + host_traffic(module, device).wait_seconds
 
@@ -55,10 +54,10 @@ def seconds_with_copies(module: Module, device: DeviceSpec, ran: Iterable[Kernel
 def _run(
     module: Module, computation: Computation, kernel_seconds: Mapping[tuple[str, str], float], link: float
 ) -> tuple[float, HostTraffic]:
-    """Return seconds of a computation, and what it copies."""
+    """Return the seconds of a computation, and its copies."""
     now = waited = 0.0
     sent = fetched = 0
-    free = [0.0, 0.0]  # when the link is, there and back
+    free = [0.0, 0.0]  # times at which the link is free, to and from the host
     over: dict[str, float] = {}
     for instruction in computation.instructions:
         name = instruction.name
@@ -85,9 +84,9 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 
 def collectives(ran: Iterable[Kernel]) -> Counter[str]:
-    """Return the number of operations of each kind, those of loops once for each iteration.
+    """Return the number of collectives of each kind, those in loops once per iteration.
 
-    One operation may be of many arrays.
+    One collective may exchange many arrays.
     """
     found: Counter[str] = Counter()
     for kernel in ran:
@@ -99,7 +98,7 @@ def collectives(ran: Iterable[Kernel]) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """All that is read off a parsed module."""
+    """The facts read from a parsed module."""
 
     seconds: float
     alive: tuple[Alive, ...]
@@ -109,14 +108,14 @@ class _Contents:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """A compiled program and what it says of itself.
+    """A compiled program and the facts in its text.
 
-    `memory` needs no text. The first of the other facts that is asked for parses it and reads all of them, which takes
-    as long as the parsing; then the module goes, for a search holds dozens of candidates and a module takes about half
-    a kilobyte an instruction.
+    `memory` needs no text. The first access to another fact parses the text and reads all facts, which takes as long as
+    the parsing. Then the module is dropped, since a search keeps dozens of candidates, and a module takes about half a
+    kilobyte per instruction.
 
-    **Fields:** `executable`; the `device` that it is compiled for; `keep_module` whether `module` is
-    wanted too; `compile_seconds` that compiling it took, where that is known.
+    **Fields:** `executable`; the `device` that it is compiled for; `keep_module` to keep `module` too;
+    `compile_seconds` of its compilation, 0 if unknown.
     """
 
     executable: Compiled
@@ -131,27 +130,27 @@ class CompiledStep:
 
     @property
     def peak_nbytes(self) -> int:
-        """The whole step's memory by the same."""
+        """The whole step's peak by XLA's buffer assignment."""
         return self.memory.peak_nbytes
 
     @property
     def seconds(self) -> float:
-        """The least time of a run on the device, by a roofline of its kernels and the copies that these wait for."""
+        """The least time of a run on the device, by a roofline of its kernels, and their waits for copies."""
         return self._contents.seconds
 
     @property
     def alive(self) -> tuple[Alive, ...]:
-        """The largest arrays in memory at its peak."""
+        """The largest arrays in memory at the peak."""
         return self._contents.alive
 
     @property
     def overwritten_reads(self) -> tuple[OverwrittenRead, ...]:
-        """The kernels that may overwrite what they still read."""
+        """The kernels that may overwrite arrays that they still read."""
         return self._contents.overwritten_reads
 
     @property
     def collectives(self) -> Counter[str]:
-        """How often devices send each other something in a run, by kind."""
+        """The number of collectives in a run, by kind."""
         return self._contents.collectives
 
     @property

@@ -1,6 +1,6 @@
-"""A jax.Device -> DeviceSpec: what its memory and its arithmetic can do, in bytes, bytes/s and flop/s.
+"""A jax.Device -> DeviceSpec: its memory, bandwidths and arithmetic rates, in bytes, bytes/s and flop/s.
 
-Law: nothing is timed, so that the same machine gives the same plans however busy it is. Rates come from a table.
+Invariant: rates come from a table and nothing is timed, so that a busy machine gives the same plans.
 """
 
 import os
@@ -14,8 +14,8 @@ from .._model._host_copies import HostMemory
 def detect(device: Any) -> DeviceSpec:
     """Return the spec of a `jax.Device` (anything with `platform`, `device_kind` and `memory_stats()`).
 
-    Every CPU has the same rates. Other devices are looked up by the words of their kind; one that the table does
-    not know gets the H100's rates: plans depend on ratios. Memory is what the device reports, if it does.
+    Every CPU has the same rates. Other devices are looked up by the words of their kind. A device that the table does
+    not know gets the H100's rates: plans depend only on ratios. Memory is the size that the device reports, if any.
     """
     if device.platform == "cpu":
         return replace(CPU, memory_nbytes=_host_nbytes())
@@ -30,14 +30,14 @@ HOST_SHARE = 0.5
 """Default share of the machine's memory that may be pinned for offloaded values."""
 
 AHEAD_SECONDS = 5e-3
-"""XLA takes any copy to last so long (`GpuLatencyEstimator`: 5,000 units, of a microsecond)."""
+"""XLA's estimate of the time of any copy (`GpuLatencyEstimator`: 5,000 units, of a microsecond)."""
 
 
 def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory | None:
-    """Return host memory as one device may use it, None where the device has no memory but that.
+    """Return the host memory that one device may use, None if the device has no separate memory.
 
-    **Arguments:** `device` the `jax.Device`, None where it is not there; `nbytes` of all its devices together, by
-    default half of what the machine has.
+    **Arguments:** `device` the `jax.Device`, None for a target; `nbytes` for all devices of the machine together, by
+    default half of its memory.
     """
     if spec.platform == "cpu":
         return None
@@ -53,4 +53,4 @@ def _host_nbytes() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
-        return 16 * 2**30  # a system that does not say
+        return 16 * 2**30  # the system does not report it

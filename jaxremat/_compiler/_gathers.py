@@ -1,7 +1,7 @@
 """Traced step on several devices -> the operands of its products that the compiler has to gather.
 
-Law: along an axis of the mesh over which a product's result, or its other operand, is not divided as it is, an operand
-is gathered. What is divided alike in both operands is added up over the devices instead.
+Rule: an operand is gathered along a mesh axis unless the matching dimension of the result, or of the other operand for
+a contracted dimension, is sharded over it too. A contraction over such an axis is added up over the devices instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ from ._tags import TAG
 
 
 def gathers(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> tuple[Gather, ...]:
-    """Return those of the products outside of loops, also where the axes of the mesh are in types: a product may
-    contract an axis that is divided in one of its operands alone.
+    """Return the gathered operands of products outside of loops, also for meshes with explicit axes: a product may
+    contract a dimension that is sharded in only one of its operands.
     """
     flat = traced.flat.jaxpr
     known = list(dict.fromkeys(meshes(flat.eqns, jax.tree.leaves((args, kwargs, program.in_shardings)))))
@@ -49,12 +49,12 @@ def gathers(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> tup
 
 
 def _wanted(eqn: jex.JaxprEqn, read: Sequence[Layout], made: Layout) -> Iterator[tuple[int, Layout]]:
-    """Yield the operands of a product that have to be gathered, and the layout that they are wanted in."""
+    """Yield the operands of a product that have to be gathered, and the layout that the product needs."""
     contracted, batched = eqn.params["dimension_numbers"]
     behind = len(batched[0])
     for operand, layout in enumerate(read):
         if any(outer != 1 for axes in layout for _, outer, _ in axes):
-            continue  # a part of an axis: no program can say that
+            continue  # a part of an axis: no `PartitionSpec` can express it
         other = read[1 - operand]
         wanted = []
         for d, axes in enumerate(layout):

@@ -1,7 +1,7 @@
-"""Text of a scheduled HLO module (`compiled.as_text()`) -> Module: who makes which buffer.
+"""Text of a scheduled HLO module (`compiled.as_text()`) -> Module: its instructions, and the equation of each buffer.
 
-Law: only what the compiler printed is read, no model, from XLA:CPU and XLA:GPU alike. Who is alive when is
-`_liveness`'s question, what kernels cost `_roofline`'s.
+Invariant: all facts come from the compiler's text, of XLA:CPU or XLA:GPU, none from a model. `_liveness` computes live
+ranges from it, `_roofline` the time of kernels.
 """
 
 import math
@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-# Results that are no buffers of their own: they name their operands' buffers, leaf by leaf.
+# Their results have no new buffers: they name their operands' buffers, leaf by leaf.
 NAMES = frozenset({"tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain", "add-dependency"})
 # No kernel runs for these.
 FREE = NAMES | {"parameter", "constant", "after-all", "partition-id", "replica-id"}
 # These run the computations that they name; other opcodes that name one (reduce, sort) apply it per element.
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
-# These write part of their first operand, in that operand's memory where it can be.
+# These write part of their first operand, in that operand's memory if possible.
 UPDATES = frozenset({"dynamic-update-slice", "scatter"})
-# These keep a value: XLA inserts them, untagged, to change its layout, round it, or pad it for a library.
+# These do not change a value: XLA inserts them, untagged, to change its layout, round it, or pad it for a library.
 _KEEPS = frozenset({"bitcast", "copy", "transpose", "reshape", "convert", "pad", "opt-barrier", "copy-start"})
-# Of such a loop's results, behind the count, the one that it writes into.
+# A loop that XLA makes of a scatter, by its name, and the leaf of its result that it updates: the one after the count.
 _SCATTER, _SCATTERED = re.compile(r"/(?:select_and_)?scatter[\w-]*$"), 1
-# Devices send each other something.
+# Operations that exchange data between devices.
 COLLECTIVES = frozenset(
     {
         "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -67,9 +67,9 @@ class Instruction:
 
     - `shapes`: leaves of the result's type, nested tuples flattened.
     - `operands`: names of instructions of the same computation.
-    - `op_name`: what JAX was doing (name stack and primitive), "" if the compiler does not say.
+    - `op_name`: JAX's name stack and primitive, "" if the compiler gives none.
     - `attributes`: everything printed after the operands.
-    - `index`: a parameter's number; of a get-tuple-element, the first leaf that it takes; else -1.
+    - `index`: a parameter's number; the first leaf that a get-tuple-element takes; else -1.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Instruction:
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """Computations that run as part of this one: a while's body, branches, what a fusion calls."""
+        """Computations that run as part of this instruction: a while's body, branches, a fusion's computation."""
         found = _CALLEES.findall(self.attributes)
         return tuple(name for names in found for name in re.findall(r"[^\s,%{}]+", names))
 
@@ -114,7 +114,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Module:
-    """All computations of a module by name, and the name of the one that runs first."""
+    """All computations of a module by name, and the name of the entry computation."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -142,7 +142,7 @@ def parse(text: str) -> Module:
     **Raises:** ValueError if there is no entry computation in it.
     """
     computations: dict[str, Computation] = {}
-    types: dict[str, _Type] = {}  # the same few types are printed again and again
+    types: dict[str, _Type] = {}  # a cache: modules repeat the same few types
     entry = name = None
     body: list[Instruction] = []
     starts: _Starts = {}
@@ -165,7 +165,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str, types: dict[str, _Type], starts: _Starts) -> Instruction | None:
-    """Return the instruction on a line, if there is one; `starts` of the computation's instructions so far."""
+    """Return the instruction on a line, or None. Adds to `starts`, those of the computation's instructions so far."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -191,7 +191,7 @@ def _instruction(line: str, types: dict[str, _Type], starts: _Starts) -> Instruc
 
 
 def _closing(line: str, start: int) -> int:
-    """Return where the parenthesis opened at `start` closes; the line's end if it does not."""
+    """Return the position of the parenthesis that closes the one at `start`; the line's end if none does."""
     first = line.find(")", start)
     if first > 0 and line.find("(", start + 1, first) < 0 and line.find('"', start, first) < 0:
         return first
@@ -219,7 +219,7 @@ def _type(printed: str) -> _Type:
 
 
 def _operands(inside: str) -> tuple[str, ...]:
-    """Return names in an operand list, printed with or without types and percent signs."""
+    """Return the names in an operand list, printed with or without types and percent signs."""
     if "%" in inside:
         return tuple(_OPERAND.findall(inside))
     plain = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", inside)
@@ -229,8 +229,8 @@ def _operands(inside: str) -> tuple[str, ...]:
 
 
 def results(instruction: Instruction) -> tuple[Shape, ...]:
-    """Return the shapes of what an instruction makes: the start of a copy or a collective names what it reads
-    beside that.
+    """Return the shapes of an instruction's results, without the operands that the start of a copy or a collective
+    also names.
     """
     shapes, read = instruction.shapes, len(instruction.operands)
     if not instruction.opcode.endswith("-start") or len(shapes) <= read:
@@ -239,8 +239,8 @@ def results(instruction: Instruction) -> tuple[Shape, ...]:
 
 
 def sent_nbytes(opcode: str, read_nbytes: int, written_nbytes: int) -> int:
-    """Return what a device sends to others: in a ring, each part of a result once, or twice where it is added up
-    first.
+    """Return the bytes that a device sends to others: in a ring, each part of a result once, or twice for an
+    all-reduce, which adds it up first.
     """
     opcode = opcode.removesuffix("-start")
     if opcode not in COLLECTIVES:
@@ -251,7 +251,7 @@ def sent_nbytes(opcode: str, read_nbytes: int, written_nbytes: int) -> int:
 
 
 def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Return pairs (element, operand): the kernel writes only part of that element, into that operand's memory."""
+    """Return pairs (element, operand) for elements that a kernel writes only in part, into the operand's memory."""
     if instruction.opcode in UPDATES:
         return ((0, 0),)
     if instruction.opcode != "fusion":
@@ -274,15 +274,15 @@ def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A copy between device and host memory. **Fields:** `back` whether it is from the host; `nbytes` that move."""
+    """A copy between device and host memory. **Fields:** `back` whether from the host; `nbytes` copied."""
 
     back: bool
     nbytes: int
 
 
 def transfer(module: Module, instruction: Instruction) -> Transfer | None:
-    """Return what an instruction begins to copy to host memory or from it, None where it does not: an array
-    (`copy-start`), or a row of a stack in host memory that it reads or writes (`fusion-start` of a slice).
+    """Return the copy to or from host memory that an instruction starts, or None: of an array (`copy-start`), or of a
+    row of a stack in host memory that it reads or writes (`fusion-start` of a slice).
     """
     if instruction.opcode == "copy-start":
         copy, original = (shape.space for shape in instruction.shapes[:2])
@@ -306,15 +306,15 @@ def transfer(module: Module, instruction: Instruction) -> Transfer | None:
 
 
 def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, ...]]:
-    """Return which tagged equations' values are kernel outputs, in the entry computation and all that it runs.
+    """Return the tagged equations whose values are kernel outputs, in the entry computation and all that it runs.
 
-    A buffer belongs to the first tagged instruction on the way from it to its makers: into the fused
-    computation (element by element), through layout changes and XLA's own rounding, and through a kernel that
-    only copies to the kernel before it. Parameters and buffers without a tag on that way are left out.
+    The equation of a buffer is the first tagged instruction on the path back from it: into the fused computation
+    (element by element), through layout changes and XLA's own rounding, and through a kernel that only copies to the
+    previous kernel. Parameters, and buffers without a tag on that path, are left out.
 
     **Arguments:**
 
-    - `tag`: searched in each `op_name`; group 1 is the tag, the last match (the innermost scope) counts.
+    - `tag`: searched in each `op_name`; group 1 is the tag; the last match (the innermost scope) counts.
 
     **Returns:** for each tag the bytes of each of its buffers, in schedule order: `{'12': (4096,)}`.
     """
@@ -331,7 +331,7 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
             for element, shape in enumerate(instruction.shapes):
                 scratch = element and shape.dtype == "u8" and instruction.opcode == "custom-call"
                 made_by = maker(module, tag, scope, instruction, element)
-                if instruction.opcode == "call":  # what is called counts itself, if it has tags
+                if instruction.opcode == "call":  # the callee's own tags count too
                     made_by = None if made_by else next(iter(tag.findall(instruction.op_name)), None)
                 if isinstance(made_by, str) and shape.nbytes and not scratch:
                     found.setdefault(made_by, []).append(shape.nbytes)
@@ -339,7 +339,7 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
 
 
 def is_scatter_loop(instruction: Instruction) -> bool:
-    """Return whether it is the loop over updates that a compiler makes of a scatter for which it has no kernel."""
+    """Return whether an instruction is a loop over updates, into which XLA turns a scatter that has no kernel."""
     loop = instruction.opcode in ("while", "call") and len(instruction.shapes) > _SCATTERED
     return loop and _SCATTER.search(instruction.op_name) is not None
 
@@ -360,7 +360,7 @@ def executed(module: Module) -> Iterator[Computation]:
 def maker(
     module: Module, tag: re.Pattern[str], scope: Mapping[str, Instruction], made: Instruction, leaf: int
 ) -> str | tuple[int, int] | None:
-    """Tag of the equation that made a leaf, (number, leaf) of the parameter that it is, or None: untagged."""
+    """Return the tag of the equation that computes a leaf; (number, leaf) if it is a parameter; None if untagged."""
     while True:
         if made.opcode == "parameter":
             return made.index, leaf

@@ -1,6 +1,6 @@
-"""Module -> who is alive when, by its schedule.
+"""Module -> the live ranges of its buffers, by its schedule.
 
-Law: a buffer lives from the instruction that makes it to the last one that reads it.
+Invariant: a buffer lives from the instruction that writes it to the last one that reads it.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ class LiveBuffer:
 
 @dataclass(frozen=True, slots=True)
 class LivePeak:
-    """The fullest moment of a schedule.
+    """The peak of a schedule.
 
     **Arguments:**
 
     - `nbytes`: bytes alive, without parameters and module outputs.
-    - `position`: index of the entry computation's instruction that runs then.
-    - `buffers`: who is alive, largest first.
+    - `position`: index of the entry computation's instruction at the peak.
+    - `buffers`: the live buffers, largest first.
     """
 
     nbytes: int
@@ -35,12 +35,12 @@ class LivePeak:
 
 
 def live_at_peak(module: Module) -> LivePeak:
-    """Return who is alive at the peak of the scheduled entry computation.
+    """Return the live buffers at the peak of the scheduled entry computation.
 
-    Law: a buffer lives from the instruction that makes it to the last one that reads it (by any name), an
-    update in place takes over its dying operand's memory, and a loop, call or branch adds its own peak while
-    it runs. XLA also puts temporaries where an output will be, so this is an upper estimate of
-    `temp_size_in_bytes` (by 4 to 14 % for small unrolled nets, below 1 % for scans).
+    A buffer lives from the instruction that writes it to the last one that reads it (by any name). An update in place
+    takes over its dying operand's memory. A loop, call or branch adds its own peak while it runs. XLA also places
+    temporaries in the memory of later outputs, so this is an upper estimate of `temp_size_in_bytes` (by 4 to 14 % for
+    small unrolled nets, below 1 % for scans).
     """
     return peak_of(module, module.entry)
 
@@ -49,8 +49,8 @@ def live_at_peak(module: Module) -> LivePeak:
 class Life:
     """A buffer of one computation, by positions in its schedule.
 
-    **Fields:** `born` the instruction that makes it; `dies` the last that reads it (by any name), or the one before
-    where that one updates it in place; `readers` the instructions that read it, but for mere names.
+    **Fields:** `born` the instruction that writes it; `dies` the last that reads it (by any name), or the previous one
+    if the last updates it in place; `readers` the instructions that read it, without those that only name it.
     """
 
     buffer: LiveBuffer
@@ -60,14 +60,14 @@ class Life:
 
 
 def lives(module: Module, name: str) -> tuple[Life, ...]:
-    """Return every buffer that the computation of this name makes, without its parameters and results."""
+    """Return the lives of all buffers of a computation, without its parameters and results."""
     computation = module.computations[name]
     instructions = computation.instructions
     made: list[LiveBuffer] = []
     born: list[int] = []
     dies: list[int] = []
     readers: list[list[int]] = []
-    leaves: dict[str, list[int]] = {}  # of each value: index into `made`, or -1 for what is not ours to count
+    leaves: dict[str, list[int]] = {}  # by value: index into `made`, or -1 for a parameter or constant
     widths: dict[str, int] = {}  # leaves that each instruction reads
     for position, instruction in enumerate(instructions):
         read = [leaf for operand in instruction.operands for leaf in leaves[operand]]
@@ -99,7 +99,7 @@ def lives(module: Module, name: str) -> tuple[Life, ...]:
 
 
 def peak_of(module: Module, name: str) -> LivePeak:
-    """Return who is alive at the peak of the computation of this name, see `live_at_peak`."""
+    """Return the live buffers at the peak of a computation, see `live_at_peak`."""
     instructions = module.computations[name].instructions
     ours = lives(module, name)
     inner: dict[int, LivePeak] = {}
@@ -123,7 +123,7 @@ def peak_of(module: Module, name: str) -> LivePeak:
 
 
 def _aliased(instruction: Instruction, read: list[int], widths: Mapping[str, int]) -> list[int | None]:
-    """Return each leaf of the result: whose buffer it is, None for one of its own."""
+    """Return the buffer that each leaf of the result names, None for a new buffer."""
     opcode, count = instruction.opcode, len(instruction.shapes)
     if opcode in ("parameter", "constant"):
         return [-1] * count

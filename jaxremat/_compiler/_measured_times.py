@@ -1,7 +1,7 @@
-"""Equation -> seconds of running it alone on the device at hand: the planner's times where `profile="measure"`.
+"""Equation -> seconds of running it separately on this machine's device: the planner's times with `profile="measure"`.
 
-Each distinct equation that is a kernel of its own, or the last of one, is compiled alone and timed once per kind of
-device and version of jax; figures are kept on disk, rounded, so that a machine plans the same every time.
+Each distinct equation that is a kernel, or ends one, is compiled separately and timed once per kind of device and
+version of jax. Figures are rounded and kept on disk, so that a machine gives the same plans every time.
 """
 
 import functools
@@ -22,7 +22,7 @@ from .._runtime._progress import phase
 from ._single_equation import Figures, alone, key
 
 RUNS, BATCHES = 5, 5
-"""Runs are started in a row and waited for together, so that a GPU is not idle between them; so many times."""
+"""Runs per batch, which are started in a row so that a GPU is not idle between them; and the number of batches."""
 
 
 def measure(
@@ -30,9 +30,9 @@ def measure(
 ) -> dict[int, float]:
     """Return seconds of single runs by equation index, for equations with an operand or result above a size.
 
-    **Arguments:** `device` a `jax.Device`; `compiler_options` those of the step; `above_nbytes`: what is smaller
-    takes less time than starting it from the host does, and is left to the roofline. So is what cannot run alone
-    (collectives, callbacks) or moves no data.
+    **Arguments:** `device` a `jax.Device`; `compiler_options` of the step; `above_nbytes`: smaller equations take less
+    time than their launch from the host, and keep the roofline's figure. So do those that cannot run separately
+    (collectives, callbacks) or move no data.
     """
     options = tuple(sorted(compiler_options))
     where = (str(device.device_kind), jax.__version__, options)
@@ -56,7 +56,7 @@ def measure(
 
 
 def _run_seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, object]) -> float | None:
-    """Return the median time of a run, to two digits; None of what cannot run alone."""
+    """Return the median time of a run, to two digits; None if the equation cannot run separately."""
     try:
         with jax.default_device(device):
             operands = [_something(v.aval) for v in closed.jaxpr.invars]
@@ -70,13 +70,13 @@ def _run_seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, object
                     results = compiled(*operands)
                 jax.block_until_ready(results)
                 times.append((time.perf_counter() - began) / RUNS)
-    except Exception:  # collectives, custom calls, what does not fit beside what is there
+    except Exception:  # collectives, custom calls, or too little free memory
         return None
     return float(f"{statistics.median(times):.1e}")
 
 
 def _something(aval: Aval) -> jax.Array:
-    """Return an array of this type: random where it is of floating point, because a device is faster on zeros."""
+    """Return an array of this type, with random floating-point numbers, because a device is faster on zeros."""
     if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
         return jax.random.uniform(jax.random.key(0), aval.shape, jax.numpy.float32).astype(aval.dtype)
     return jax.numpy.zeros(aval.shape, aval.dtype)

@@ -1,4 +1,4 @@
-"""Compiled program -> its memory on one device, as XLA's buffer assignment says; or as the model does, marked so."""
+"""Compiled program -> its memory on one device, by XLA's buffer assignment, or by the model, marked as such."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,7 +28,7 @@ class MemoryStats:
 
     @property
     def peak_nbytes(self) -> int:
-        """The whole step's memory."""
+        """The peak of the whole step."""
         return self.base_nbytes + self.temporaries_nbytes
 
     def __repr__(self) -> str:

@@ -1,11 +1,11 @@
 """Module -> kernels whose result XLA may write over an array that they still read under another name.
 
 XLA writes a kernel's result into the buffer of an operand that is read for the last time there, if the kernel reads
-that operand element by element. It asks this of the operand that names the array's maker, and of that one alone
-(`HeapSimulator`, `CanShareOperandBufferWithUser`). The same array may come in a second time through an optimization
-barrier, and be read elsewhere than where the kernel is writing: a row before, a slice, a transposed index. What is read
-then has been overwritten. XLA:CPU and XLA:GPU of jax 0.10 and 0.11 both do this, with results that are wrong by any
-factor. Seven lines that show it (on XLA:CPU with the pass `cse_barrier_expander` disabled):
+that operand element by element. It checks only the operand that names the array's producer (`HeapSimulator`,
+`CanShareOperandBufferWithUser`). The kernel may read the same array a second time, through an optimization barrier, at
+other positions than it writes: the previous row, a slice, a transposed index. These entries may be overwritten already.
+XLA:CPU and XLA:GPU of jax 0.10 and 0.11 both do this, with results that are wrong by any factor. To reproduce it (on
+XLA:CPU with the pass `cse_barrier_expander` disabled):
 
     def f(x):
         v = jnp.exp(lax.sort(x, dimension=0))
@@ -14,8 +14,7 @@ factor. Seven lines that show it (on XLA:CPU with the pass `cse_barrier_expander
         before = jnp.pad(behind, ((1, 0), (0, 0)))[:-1]
         return (lax.sort(jnp.tanh(v - before), dimension=1)[:, ::3] ** 2).sum(), other.sum()
 
-Invariant: a module for which nothing is found has no such kernel. What is found need not be overwritten: the decision
-is XLA's.
+Invariant: a module without reported kernels has no such kernel. A reported one may still be correct: XLA decides.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,15 +32,15 @@ _ELEMENTWISE = frozenset(
         "tanh", "tuple", "xor",
     }
 )  # fmt: skip
-"""Each entry of the result reads the same entry of every operand."""
+"""Operations in which each entry of the result reads the same entry of every operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverwrittenRead:
-    """A kernel that may overwrite what it still reads.
+    """A kernel that may overwrite an array that it still reads.
 
-    **Fields:** `kernel` its name in the module; `barrier` the name stack of the barrier through which the array comes
-    in the second time, "" where that is none; `position` of the array among the barrier's operands.
+    **Fields:** `kernel` its name in the module; `barrier` the name stack of the barrier through which it reads the
+    array a second time, "" without one; `position` of the array among the barrier's operands.
     """
 
     kernel: str
@@ -50,13 +49,13 @@ class OverwrittenRead:
 
 
 def overwritten_reads(module: Module) -> tuple[OverwrittenRead, ...]:
-    """Return the kernels of a scheduled module that may overwrite what they still read, in the order they run."""
+    """Return the kernels of a scheduled module that may overwrite arrays that they still read, in execution order."""
     return tuple(found for computation in executed(module) for found in _within(module, computation))
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The instruction that makes an array, and the last barrier on the way from there to one of its names."""
+    """The instruction that writes an array, and the last barrier between it and one of the array's names."""
 
     maker: str
     barrier: str
@@ -74,7 +73,7 @@ def _within(module: Module, computation: Computation) -> Iterator[OverwrittenRea
                 last_read.update((origin.maker, at) for origin in origins[operand])
     for at, instruction in enumerate(instructions):
         if instruction.opcode in (*NAMES, "conditional") or len(set(instruction.operands)) < 2:
-            continue  # a conditional's branches each have an operand of their own, and one of them runs
+            continue  # each branch of a conditional reads its own operand, and only one branch runs
         sizes = {shape.nbytes for shape in instruction.shapes}
         direct = {
             operand
@@ -92,14 +91,14 @@ def _within(module: Module, computation: Computation) -> Iterator[OverwrittenRea
 
 
 def _origins(computation: Computation) -> Mapping[str, tuple[_Origin, ...]]:
-    """Return for each instruction where every leaf of its result was made."""
+    """Return the origin of every leaf of each instruction's result."""
     found: dict[str, tuple[_Origin, ...]] = {}
     for instruction in computation.instructions:
         read = [origin for operand in instruction.operands for origin in found[operand]]
         if instruction.opcode == "get-tuple-element":
             read = read[instruction.index : instruction.index + len(instruction.shapes)]
         elif instruction.opcode == "tuple" and instruction.op_name.endswith("optimization_barrier"):
-            # The barrier itself may be gone by then; the tuple that was its operand stays.
+            # XLA may have removed the barrier by then, but keeps the tuple that was its operand.
             scope = instruction.op_name.rpartition("/")[0]
             read = [_Origin(origin.maker, scope, position) for position, origin in enumerate(read)]
         elif instruction.opcode not in NAMES:
@@ -109,7 +108,7 @@ def _origins(computation: Computation) -> Mapping[str, tuple[_Origin, ...]]:
 
 
 def _elementwise(module: Module, kernel: Instruction, number: int) -> bool:
-    """Return whether each entry of a kernel's results reads of its operand `number` the same entry alone."""
+    """Return whether each entry of a kernel's results reads only the same entry of its operand `number`."""
     if kernel.opcode != "fusion":
         return kernel.opcode in _ELEMENTWISE
     body = module.computations[kernel.callees[0]]

@@ -1,4 +1,4 @@
-"""Scheduled HLO module and its text -> what is alive at its peak, by kind and by the user's source line.
+"""Scheduled HLO module and its text -> the live arrays at its peak, by kind and by the user's source line.
 
 XLA prints the call stack of each instruction as a number (`stack_frame_id`) and the stacks once, before the module.
 """
@@ -14,9 +14,9 @@ from ._liveness import LiveBuffer, live_at_peak
 class Alive:
     """One array in the memory of the compiled step at its peak.
 
-    **Fields:** `nbytes`; `shape` as text (`f32[32,56,56,64]`); `kind` whether the forward pass made it (`"forward"`),
-    a plan's recomputation (`"recomputed"`), the backward pass (`"backward"`) or what follows it (`"other"`); `scope`
-    the compiler's name for what made it; `source` the user's line, `file.py:12 (function)`, or "".
+    **Fields:** `nbytes`; `shape` as text (`f32[32,56,56,64]`); `kind` whether it was computed by the forward pass
+    (`"forward"`), a plan's recomputation (`"recomputed"`), the backward pass (`"backward"`) or later (`"other"`);
+    `scope` the compiler's name for the operation; `source` the user's line, `file.py:12 (function)`, or "".
     """
 
     nbytes: int
@@ -31,9 +31,9 @@ MOST = 100
 
 
 def alive_at_peak(module: Module, text: str) -> tuple[Alive, ...]:
-    """Return the largest of what is alive at the peak, without arguments and outputs; see `_liveness.live_at_peak`.
+    """Return the largest live arrays at the peak, without arguments and outputs; see `_liveness.live_at_peak`.
 
-    **Arguments:** `text` that the module was parsed from, which says where the user's lines are.
+    **Arguments:** `text` that the module was parsed from, which has the user's lines.
     """
     lines = _sources(text)
     return tuple(_alive(buffer, lines) for buffer in live_at_peak(module).buffers[:MOST])
@@ -59,7 +59,7 @@ _NUMBERED = re.compile(r"^(\d+) \{(.*)\}$")
 
 
 def _sources(text: str) -> dict[int, str]:
-    """Return for each stack frame its innermost line, `file.py:12 (function)`."""
+    """Return the innermost line of each stack frame, `file.py:12 (function)`."""
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] = {}
     for line in text.split("\n"):

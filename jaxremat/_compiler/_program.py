@@ -1,4 +1,4 @@
-"""A function with its `jit` options -> compiled variants of it that differ only in their equations."""
+"""A function with its `jit` options -> compiled variants of the function, which differ only in their equations."""
 
 import inspect
 import math
@@ -21,22 +21,21 @@ from .._runtime._errors import ArgumentError, CompilationError, TargetError
 from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _UNFUSED = {"xla_backend_optimization_level": 0}
-"""Unoptimised machine code of the same kernels in the same order and memory: half of a compilation's time."""
+"""Unoptimised machine code of the same kernels, in the same order and memory: halves the compilation time."""
 
 _UNOPTIMISED = {"xla_cpu_use_fusion_emitters": False}
-"""XLA:CPU's older emitters, in a third to two thirds of a draft's time. They write the same values to memory, but in
-more kernels and with slightly different sizes: a sketch confirms neither a peak nor a time.
+"""XLA:CPU's older emitters: a third to two thirds of an unfused build's compilation time. They write the same values to
+memory, but with more kernels and slightly different sizes, so such a build confirms neither a peak nor a time.
 """
 
 _ALONE = {"xla_gpu_shard_autotuning": False}
-"""One process autotunes all kernels. Otherwise each tunes its share, and waits for the others, which compile
-nothing."""
+"""One process autotunes all kernels. Otherwise it would wait for the other processes' shares, which compile nothing."""
 
 _DISABLED = "xla_disable_hlo_passes"
 _FENCE_BREAKERS = ("cse_barrier_expander", "small-while-loop-hoisting")
-"""Passes of XLA:CPU that are left out. The first removes optimization barriers before the last pass for common
-subexpressions, which then undoes every plan. The second makes one kernel of a loop over less than a kilobyte: its
-writer of such kernels ends the process with `Check failed: buffer != nullptr` where a barrier is in the loop.
+"""Disabled passes of XLA:CPU. The first removes optimization barriers before the last elimination of common
+subexpressions, which then undoes every plan. The second turns a loop over less than a kilobyte into one kernel, whose
+emitter aborts the process with `Check failed: buffer != nullptr` if the loop contains a barrier.
 """
 
 
@@ -59,10 +58,10 @@ Compiled = jax.stages.Compiled | TargetCompiled
 
 @dataclass(frozen=True)
 class Program:
-    """A function and how it is to be jitted.
+    """A function and its `jit` options.
 
-    **Fields** as in `jax.jit`; `target` the device to compile for, None for the one at hand; `otherwise` the options to
-    compile with where that fails with its own, as where a version of jax does not know them.
+    **Fields** as in `jax.jit`; `target` the device to compile for, None for this machine's; `otherwise` the options for
+    a second attempt if compilation fails with `compiler_options`, for example if a version of jax does not know them.
     """
 
     fn: Callable[..., Any]
@@ -85,13 +84,12 @@ class Program:
     def compile(
         self, jitted: jax.stages.Wrapped, args: Args, kwargs: Kwargs, seconds: float = math.inf
     ) -> "Compiled":
-        """Return a jitted variant of the function, compiled with the options of this program, whatever its
-        own are.
+        """Return a jitted variant of the function, compiled with this program's options in place of its own.
 
-        **Arguments:** `seconds` that this may take for a target: at hand the compiler is part of this process, which
-        cannot end it.
+        **Arguments:** `seconds` limits the compilation for a target only: for this machine's device the compiler runs
+        in this process, which cannot stop it.
 
-        **Raises:** `CompilationError` where the compiler does not.
+        **Raises:** `CompilationError` if the compiler fails.
         """
         return self._compiled(self.lower(jitted, args, kwargs), seconds)
 
@@ -104,8 +102,8 @@ class Program:
         *,
         apart: bool,
     ) -> "Future[tuple[Compiled, float]]":
-        """Return the same begun, with the seconds that it takes: `apart` in another thread, while this one goes on;
-        else it is done then.
+        """Start the same compilation, and return a future of its result and seconds: with `apart` in another thread,
+        otherwise it is done on return.
         """
         began = time.monotonic()
         lowered = self.lower(jitted, args, kwargs)
@@ -141,10 +139,10 @@ class Program:
             raise CompilationError(f"XLA refuses the step: {error}", reason="refused") from error
 
     def unfused_build(self, platform: str, *, shared: bool = False) -> "Program":
-        """Return the program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is
-        as it is: what the compiler chooses there by running it must run as fast as it will.
+        """Return the program with options for a build that is read, not run. On this machine's GPU the options stay:
+        XLA autotunes kernels by running them, so these must be as fast as in the final build.
 
-        **Arguments:** `shared` whether it is on devices of several processes, of which one compiles it.
+        **Arguments:** `shared` whether the program runs on devices of several processes, one of which compiles it.
         """
         given = dict(self.compiler_options)
         if platform == "cpu" or self.target is not None:
@@ -154,10 +152,8 @@ class Program:
         return replace(self, compiler_options=tuple(sorted((options | given).items()))) if options else self
 
     def unoptimised_build(self, platform: str, *, shared: bool = False) -> "Program":
-        """Return the program as it is compiled to see what it writes to memory, not how much or how fast: a draft
-        or less.
-
-        **Arguments:** as of `unfused_build`.
+        """Return the program with options for a build that shows only which values it writes to memory, not its peak or
+        time. **Arguments:** as in `unfused_build`.
         """
         unfused_build = self.unfused_build(platform, shared=shared)
         if platform != "cpu" or self.target is not None:
@@ -166,8 +162,8 @@ class Program:
         return replace(unfused_build, compiler_options=options, otherwise=unfused_build.compiler_options)
 
     def alone(self, fn: Callable[..., object], donate_argnums: tuple[int, ...] = ()) -> "Program":
-        """Return another function, such as a part of this one, that is compiled for the same device with the same
-        options.
+        """Return the program of another function, such as a part of this one, for the same device and with the same
+        compiler options.
         """
         options = {name: getattr(self, name) for name in ("compiler_options", "target", "otherwise")}
         return Program(fn, donate_argnums=donate_argnums, **options)
@@ -187,12 +183,12 @@ class Program:
             options["in_shardings"] = self.in_shardings
         if self.out_shardings is not None:
             options["out_shardings"] = self.out_shardings
-        known = self.otherwise or self.compiler_options  # a compilation adds to these, and takes none back
+        known = self.otherwise or self.compiler_options  # compiling can add options to these, but remove none
         return jax.jit(fn, compiler_options=dict(known) or None, **options)
 
     @cached_property
     def _positional(self) -> list[str] | None:
-        """The names of the parameters that have a position; None where the signature cannot be read."""
+        """The names of the positional parameters; None if the signature cannot be read."""
         try:
             parameters = inspect.signature(self.fn).parameters.values()
         except (TypeError, ValueError):
@@ -201,7 +197,7 @@ class Program:
         return [p.name for p in parameters if p.kind in kinds]
 
     def name_of(self, path: Sequence[Any]) -> str:
-        """Return what a user calls the leaf at this path of `dynamic`'s result: `params['w']`, `args[3]`."""
+        """Return the user's name for the leaf at a path of `dynamic`'s result: `params['w']`, `args[3]`."""
         _, first, *rest = path
         name = getattr(first, "key", None)
         if name is None:
@@ -212,7 +208,7 @@ class Program:
 
     @cached_property
     def _static(self) -> tuple[frozenset[int], frozenset[str]]:
-        """Static arguments by position and by name, each completed from the other as `jit` does."""
+        """The static arguments by position and by name, each completed from the other as `jit` does."""
         numbers, names = set(self.static_argnums), set(self.static_argnames)
         if (positional := self._positional) is None:
             return frozenset(numbers), frozenset(names)
@@ -234,7 +230,7 @@ class Program:
         return bool(self.static_argnums or self.static_argnames)
 
     def dynamic(self, args: Sequence[object], kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that are traced."""
+        """Return the traced arguments."""
         numbers, names = self._static
         if not numbers and not names:
             return tuple(args), kwargs
@@ -245,13 +241,13 @@ class Program:
     def refilled(
         self, dynamic: tuple[Sequence[object], dict[str, object]], args: Sequence[object], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with others in the place of those that are traced: the inverse of `dynamic`."""
+        """Return the arguments with the traced ones replaced by those of `dynamic`: the inverse of that method."""
         numbers, _ = self._static
         traced = iter(dynamic[0])
         return tuple(a if i in numbers else next(traced) for i, a in enumerate(args)), kwargs | dynamic[1]
 
     def static(self, args: Sequence[object], kwargs: Kwargs) -> tuple[Any, ...]:
-        """Return the arguments that are not."""
+        """Return the static arguments, each with its position or name."""
         numbers, names = self._static
         return (
             *((i, a) for i, a in enumerate(args) if i in numbers),
@@ -259,7 +255,7 @@ class Program:
         )
 
     def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced, *, keep_unused: bool = False) -> Any:
-        """Return `jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
+        """Return `jit` of a function with the program's signature that evaluates a flat jaxpr of the program."""
         evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
         types = traced.step(traced.closed).out_avals[: traced.source.out_tree.num_leaves]
@@ -280,8 +276,8 @@ class Program:
 
 
 def _as_weak(array: jax.Array, aval: Aval) -> Any:
-    """Return the array, with a type as weak as that of the plain step's result: what a step returns goes into the
-    next.
+    """Return the array with the weak type of the plain step's result: results of a step are arguments of the next,
+    which would otherwise be traced again.
     """
     if not getattr(aval, "weak_type", False) or array.aval.weak_type:
         return array
@@ -289,11 +285,10 @@ def _as_weak(array: jax.Array, aval: Aval) -> Any:
 
 
 def placed(program: Program, args: Args, kwargs: Kwargs) -> Program:
-    """Return the program with the compiler options of the device that it is for, and such that it takes arguments
-    that are in host memory.
+    """Return the program with the compiler options of its device, and able to take arguments in host memory.
 
-    **Raises:** `TargetError` where it is on another number of devices than its target has, or on none; `ArgumentError`
-    where an argument is donated from a memory that the step cannot return it to.
+    **Raises:** `TargetError` if its number of devices is not the target's, or it has no devices; `ArgumentError` if an
+    argument is donated from a memory to which the step cannot return it.
     """
     _check_donated(program, args, kwargs)
     count = device_count(program, args, kwargs)
@@ -311,8 +306,8 @@ def placed(program: Program, args: Args, kwargs: Kwargs) -> Program:
 
 
 def _check_donated(program: Program, args: Args, kwargs: Kwargs) -> None:
-    """**Raises:** `ArgumentError` for donated arrays in a memory of a third kind: XLA ends the process when it is to
-    return something for the device in their place.
+    """Check donated arrays. **Raises:** `ArgumentError` for one in neither device nor pinned host memory: XLA aborts
+    the process if a result for the device takes its place.
     """
     leaves, _ = jax.tree.flatten_with_path(program.dynamic(args, kwargs))
     if not any(is_elsewhere(leaf) for _, leaf in leaves):
@@ -328,18 +323,18 @@ def _check_donated(program: Program, args: Args, kwargs: Kwargs) -> None:
 
 
 def _from_host(program: Program, args: Args, kwargs: Kwargs) -> Program:
-    """Return the program, which copies to the device what it computes with, unless it does so itself."""
+    """Return the program with copies of its arguments to the device, unless it contains them already."""
     moving = replace(program, fn=from_host(program.fn))
     for each in (program, moving):
         with suppress(Exception):
             each.plain.trace(*args, **kwargs)
             return each
-    return program  # what the user's code raises is the user's
+    return program  # tracing it later raises the error of the user's code
 
 
 def device_of(args: Args, kwargs: Kwargs) -> Any:
-    """Return the device that the step will run on: that of its first array that is committed to one or struct with
-    a sharding, else the default. Of several it is the first, of this process if it has one.
+    """Return the device that the step will run on: that of the first argument that is a committed array or a struct
+    with a sharding, else the default. Of several devices it is the first, of this process if it has one.
     """
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
@@ -358,7 +353,7 @@ def processes_of(program: Program, args: Args, kwargs: Kwargs) -> tuple[int, ...
 
 
 def device_count(program: Program, args: Args, kwargs: Kwargs) -> int:
-    """Return how many devices the step is on, by its arguments and results."""
+    """Return the number of devices of the step, by its arguments and results."""
     return max((sharding.num_devices for sharding in _shardings(program, args, kwargs)), default=1)
 
 
@@ -369,5 +364,5 @@ def _shardings(program: Program, args: Args, kwargs: Kwargs) -> list[jax.shardin
 
 
 def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether it is on a mesh that has no devices."""
+    """Return whether a sharding is on a mesh without devices."""
     return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)

@@ -1,9 +1,12 @@
 """Module, DeviceSpec -> Roofline: seconds of the compiled program, from its kernels, without running it.
 
-Law: time(kernel) = max(flops / peak, bytes / bandwidth, bytes sent to other devices / link) + launch, or the latency of
-a collective, one kernel after the other; a loop's kernels count once per trip, of a branch the more expensive side. The
-bytes are those of the kernel's operands and results that it must touch: a slice reads its window, an update in place
-writes its window, what stays inside a fusion costs none.
+The model: kernels run one after the other, each for
+
+    max(flops / peak, bytes / bandwidth, bytes sent to other devices / link) + launch (or the latency of a collective).
+
+A loop's kernels count once per trip, and only the more expensive branch of a conditional counts. The bytes are those
+that the kernel must touch: a slice reads its window, an update in place writes its window, and values inside a fusion
+cost none.
 """
 
 import functools
@@ -37,10 +40,10 @@ class Kernel:
     **Arguments:**
 
     - `instruction`, in the computation named `computation`.
-    - `total_trips`: how often it runs in one run of the program.
-    - `flops`: pairs (HLO type name, operations), of one trip.
-    - `read_nbytes`, `written_nbytes`: of device memory, in one trip.
-    - `rate`: what share of the device's rate it reaches where arithmetic is what takes its time.
+    - `total_trips`: the number of times that it runs in one run of the program.
+    - `flops`: pairs (HLO type name, operations), per trip.
+    - `read_nbytes`, `written_nbytes`: of device memory, per trip.
+    - `rate`: the share of the device's peak arithmetic rate that it reaches.
     """
 
     instruction: Instruction
@@ -75,7 +78,7 @@ class Roofline:
 def roofline(module: Module, device: DeviceSpec, ran: Iterable[Kernel] | None = None) -> Roofline:
     """Return the least time in which `device` can run the module's kernels one after the other.
 
-    **Arguments:** `ran` the module's kernels, where they are known.
+    **Arguments:** `ran` the module's kernels, if known already.
     """
     flops = nbytes = count = 0
     spent: defaultdict[str, float] = defaultdict(float)
@@ -89,7 +92,7 @@ def roofline(module: Module, device: DeviceSpec, ran: Iterable[Kernel] | None = 
 
 
 def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
-    """Return seconds of one trip."""
+    """Return the seconds of one trip."""
     arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops) / kernel.rate
     moving = max(kernel.nbytes / device.bandwidth, kernel.sent_nbytes / device.link)
     started = device.collective_seconds if kernel.sent_nbytes else device.launch_seconds
@@ -104,7 +107,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
     yield from _kernels(module, module.computations[module.entry])
 
 
-# Flops that a device can do while it moves a byte, roughly: weighs the branches of a conditional.
+# Flops per byte of memory traffic of a typical device, roughly: to compare the branches of a conditional.
 _FLOPS_PER_BYTE = 50
 
 
@@ -115,7 +118,7 @@ def _kernels(module: Module, computation: Computation) -> Iterator[Kernel]:
         if opcode in FREE or opcode.endswith(("-done", "-update")):
             continue
         if transfer(module, instruction) or _ALLOCATED in instruction.attributes:
-            continue  # beside the kernels, see `host_traffic`; no kernel
+            continue  # host copies run next to the kernels, see `host_traffic`; an allocation runs no kernel
         if opcode not in CONTROL:
             yield _kernel(module, computation, scope, instruction)
             continue
@@ -128,7 +131,7 @@ _ALLOCATED = 'custom_call_target="AllocateBuffer"'
 
 
 def loop_length(instruction: Instruction) -> int:
-    """Return how often a loop's body runs, 1 of anything else."""
+    """Return the number of times that a loop's body runs; 1 for other instructions and for unknown counts."""
     known = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
     return int(known[1]) if known else 1
 
@@ -175,13 +178,13 @@ def _kernel(
 
 
 def _share(value: Instruction, elements: int) -> int:
-    """Return bytes of that many elements of a value."""
+    """Return the bytes of a number of elements of a value."""
     whole = sum(shape.elements for shape in value.shapes)
     return value.nbytes * min(elements, whole) // whole if whole else 0
 
 
 def _window(update: Instruction, scope: Mapping[str, Instruction]) -> int:
-    """Return bytes that a dynamic-update-slice or scatter writes."""
+    """Return the bytes that a dynamic-update-slice or scatter writes."""
     return scope[update.operands[_update_operand(update)]].nbytes
 
 
@@ -192,7 +195,7 @@ def _update_operand(update: Instruction) -> int:
 _PRODUCTS = frozenset({"dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"})
 _REDUCTIONS = frozenset({"reduce", "sort", "scatter", "select-and-scatter"})
 _WINDOWS = frozenset({"slice", "dynamic-slice", "gather"})
-# These read their operands whole, however little of the result is wanted; the others go element by element.
+# These read their operands whole, even for a few elements of the result; others read element by element.
 _WHOLE = _PRODUCTS | _REDUCTIONS | {"reduce-window", "fft", "cholesky", "triangular-solve", "fusion", "tuple"}
 # These only move data.
 _MOVES = {"broadcast", "iota", "copy", "transpose", "reshape", "concatenate", "pad", "reverse", "convert"}
@@ -201,7 +204,7 @@ _SILENT = FREE | UPDATES | _WINDOWS | _MOVES | _SENDS
 
 
 def _wanted(body: Computation, inside: Mapping[str, Instruction]) -> dict[str, int]:
-    """Return how many elements of each value inside a fusion its readers ask for: fusions compute by demand."""
+    """Return the number of elements of each value inside a fusion that its readers use: fusions compute on demand."""
     wanted = dict.fromkeys(inside, 0)
     wanted[body.root.name] = sum(shape.elements for shape in body.root.shapes)
     roots = set(body.root.operands) if body.root.opcode == "tuple" else {body.root.name}
@@ -219,7 +222,7 @@ def _wanted(body: Computation, inside: Mapping[str, Instruction]) -> dict[str, i
 
 
 def _reads(instruction: Instruction, operands: list[Instruction], wanted: int, in_place: bool) -> list[int]:
-    """Return how many elements of each operand are read for `wanted` elements of the result."""
+    """Return the number of elements of each operand that are read for `wanted` elements of the result."""
     sizes = [sum(shape.elements for shape in operand.shapes) for operand in operands]
     opcode = instruction.opcode
     if opcode in UPDATES and in_place:
@@ -235,7 +238,7 @@ def _reads(instruction: Instruction, operands: list[Instruction], wanted: int, i
 def _count(
     module: Module, instruction: Instruction, operands: list[Instruction], wanted: int, flops: Counter[str]
 ) -> None:
-    """Add the operations of one instruction, `wanted` elements of whose result are computed."""
+    """Add the operations of an instruction that computes `wanted` elements of its result."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
         body = module.computations[instruction.callees[0]]
@@ -257,7 +260,7 @@ def _count(
 
 
 def _product(instruction: Instruction, operands: list[Shape]) -> int:
-    """Multiplications and additions of a matrix product, convolution or library call (0: not a known one)."""
+    """Return the multiplications and additions of a product, convolution or library call; 0 for an unknown call."""
     attributes = instruction.attributes
     if not operands or not instruction.shapes:
         return 0

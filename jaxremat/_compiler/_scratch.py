@@ -1,17 +1,18 @@
-"""Tagged plain program -> equation -> bytes of scratch memory: what its kernels have beside the step's own values.
+"""Tagged plain program -> equation -> bytes of scratch memory: buffers of its kernels that are no values of the step.
 
-An equation compiled alone says little of them: there its operands come in the layout of arguments, while in the program
-their own producers write them as it wants them. So they are read off the whole program.
+Copies of operands in another layout or with padding, and library scratch, appear in no jaxpr. An equation compiled
+separately says little about them: its operands then have the layout of arguments, while in the program their producers
+write them in the layout that it needs. So scratch is read from the whole program.
 
-Copies of operands in another layout or with padding and library scratch appear in no jaxpr. A buffer that is no
-equation's value counts for the equations whose kernels read it, directly or through kernels of no equation, or for the
-one whose kernel it is of where nothing does. A copy of an argument alone is made at any time, and counts for all that
-run while it is there; but not a copy of an argument as it is, which the program's order needs because something
-overwrites the argument before its last reader; nor one from host memory, which is an equation's own. In a form without
-the equation whose kernel makes a buffer, that is not there: a loss that is computed in chunks of rows reads no logits.
+A buffer that is no equation's value counts for the equations whose kernels read it, directly or through untagged
+kernels; if no kernel reads it, for the equation of its own kernel. A copy of an argument may run at any time, and
+counts for all equations that run during its life. Not counted are a copy of an argument in the same layout, which the
+schedule needs because another kernel overwrites the argument before its last reader, and one from host memory, which is
+an equation of the step. A form without the equation that writes a buffer does not have that buffer: a loss that is
+computed in chunks of rows reads no logits.
 
-An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
-has besides.
+An operand that is copied, and that nothing reads later, is freed before the copy is: other scratch of the equation can
+take its place.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -31,11 +32,11 @@ from ._tags import TAG
 
 @dataclass(frozen=True)
 class Purposes:
-    """The purpose of a computation's instructions.
+    """The equations for which a computation's instructions run.
 
-    **Fields:** `own` for each instruction the equation that it is tagged with, if any; `wanted` for each the equations
-    for which it runs: its own, else those of its readers; `made` the buffers that are values, with their equation;
-    `extras` the others, and whether they are copies of arguments.
+    **Fields:** `own` the equation with which each instruction is tagged, if any; `wanted` the equations for which each
+    runs: its own, else those of its readers; `made` the buffers that are values, with their equation; `extras` the
+    other buffers, and whether each is a copy of an argument.
     """
 
     own: Sequence[set[int]]
@@ -45,7 +46,7 @@ class Purposes:
 
 
 def values_of(eqns: Sequence[jex.JaxprEqn]) -> "Values":
-    """Return the step's values, none of them seen yet."""
+    """Return the step's values, none of them claimed yet."""
     root: dict[jex.Var | jex.Literal, int] = {}  # variable -> the equation whose memory it is in
     for i, eqn in enumerate(eqns):
         operands = [a for a in eqn.invars if not _compat.is_literal(a)]
@@ -63,13 +64,13 @@ def values_of(eqns: Sequence[jex.JaxprEqn]) -> "Values":
 
 @dataclass
 class Values:
-    """Which buffers are values. **Fields:** `root` of each equation, behind views; `sizes` of those not seen yet."""
+    """The step's values. **Fields:** `root` the equation behind each one's views; `sizes` of those not claimed yet."""
 
     root: Mapping[int, int]
     sizes: dict[int, list[int]]
 
     def claim(self, i: int, nbytes: int) -> bool:
-        """Return whether a buffer that the equation makes is a value of it that was not seen before."""
+        """Return whether a buffer of an equation is one of its values, not claimed before. Sizes may differ by 1/8."""
         sizes = self.sizes.get(self.root.get(i, -1), [])
         near = next((size for size in sizes if abs(size - nbytes) <= size // 8), None)
         if near is None:
@@ -79,7 +80,7 @@ class Values:
 
 
 def purposes(module: Module, computation: Computation, values: Values) -> Purposes:
-    """Return what the computation's instructions are for; the values that they make are seen from then on."""
+    """Return the purposes of a computation's instructions. Claims the values that they compute."""
     scope = computation.by_name()
     instructions = computation.instructions
     own: list[set[int]] = [{int(t) for t in TAG.findall(i.op_name)[-1:]} for i in instructions]
@@ -113,23 +114,23 @@ Span = tuple[int, int, int]
 class Scratch:
     """Scratch memory of an equation.
 
-    **Fields:** `nbytes` where all that its kernels read is there until it has run; `fewer` for each equation that makes
-    some of that how many bytes less where nothing reads it later.
+    **Fields:** `nbytes` if all operands of its kernels live until it has run; `fewer` by equation of an operand: the
+    bytes less if nothing reads that operand later.
     """
 
     nbytes: int
     fewer: Mapping[int, int] = field(default_factory=dict)
 
     def renumbered(self, place: Mapping[int, int]) -> "Scratch":
-        """Return the same by other indices; equations without one are left out."""
+        """Return the same with other equation indices; equations without a new one are left out."""
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
 @mechanism("compiled scratch memory", off=lambda *_, **__: {})
 def scratch(module: Module, eqns: Sequence[jex.JaxprEqn], gone: Set[int] = frozenset()) -> dict[int, Scratch]:
-    """Return that of each equation that has kernels of its own in the program, by index.
+    """Return the scratch memory of each equation with kernels in the program, by index.
 
-    **Arguments:** `gone` the equations that a form does not have of which it is asked.
+    **Arguments:** `gone` the equations of the program that a form does not have.
     """
     found: dict[int, Scratch] = {}
     unseen = values_of(eqns)
@@ -150,7 +151,7 @@ def _of(module: Module, computation: Computation, values: Values, gone: Set[int]
         results[tag] += life.buffer.nbytes
     kernel_for = [set(tags) for tags in known.wanted]
     scope = computation.by_name()
-    # What devices send each other is values, of several equations where the compiler makes one of them.
+    # Buffers of collectives are values, of several equations if the compiler combines collectives.
     sending = [each.opcode.removesuffix("-start") in COLLECTIVES for each in computation.instructions]
     extras = [
         (life, copied)
@@ -172,12 +173,12 @@ def _of(module: Module, computation: Computation, values: Values, gone: Set[int]
             inner = max(peak_of(module, callee).nbytes for callee in instruction.callees)
             for i in own[position]:
                 charged[i].append((position, position, inner))
-    read: dict[int, dict[int, Span]] = {i: {} for i in charged}  # what each reads, until it has
+    read: dict[int, dict[int, Span]] = {i: {} for i in charged}  # operands of each, until they are read
     for tag, life in known.made:
         for p in life.readers:
             for i in kernel_for[p] - {tag}:
                 read[i][tag] = (0, p, life.buffer.nbytes)
-    # While an equation makes its results they count in full, whether they are there yet or not.
+    # While an equation runs, its results count in full, so they are subtracted here.
     return {i: _scratch(spans, results[i], read[i]) for i, spans in charged.items()}
 
 
@@ -201,7 +202,7 @@ def _most(spans: Sequence[Span]) -> int:
 
 
 def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction]) -> bool:
-    """Return whether it is a copy of an argument as it is, or one from host memory that the step makes itself."""
+    """Return whether a buffer is a copy of an argument in the same layout, or an explicit copy from host memory."""
     if transfer(module, made) is not None:
         return True
     if made.opcode != "copy":
@@ -212,9 +213,9 @@ def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction
 
 
 def with_room(graph: Graph, workspace: Mapping[int, Scratch], sums: Mapping[int, int]) -> Graph:
-    """Return the graph with less scratch memory where it takes the place of what nothing reads later.
+    """Return the graph with less scratch memory for nodes whose scratch can take the place of a dying operand.
 
-    **Arguments:** `sums` for each value that is scattered into something what stands for it.
+    **Arguments:** `sums` for each scattered value, the value into which it is added.
     """
     nodes = [*graph.nodes]
     scattered = {graph.values[v].producer: graph.values[u].producer for u, v in sums.items()}

@@ -1,11 +1,11 @@
-"""Traced step on several devices -> where each of its values is, and what a device has of it.
+"""Traced step on several devices -> the sharding of each value, and the step's part on one device.
 
-The step is lowered with each equation's index in its name stack, its loops closed, and XLA's own propagation of
-shardings (Shardy) says how each result is laid out; nothing is compiled for that. It knows shardings of arguments,
-constraints within the program, types of meshes with explicit axes, and what `shard_map`s give.
+Invariants: a replicated value counts whole, a sharded one counts its largest part. An equation's arithmetic is divided
+among the devices over which an operand or result of it is sharded.
 
-Laws: what is replicated counts whole, what is divided its part, and of uneven parts the largest; an equation's
-arithmetic is divided among the devices over which one of its operands or its result is divided.
+The step is lowered with closed loops and with each equation's index in its name stack. XLA's propagation of shardings
+(Shardy) then gives the layout of each result, without compiling. It uses the shardings of arguments, constraints within
+the program, types of meshes with explicit axes, and results of `shard_map`s.
 """
 
 import math
@@ -37,10 +37,10 @@ from ._tags import TAG
 
 @dataclass(frozen=True)
 class Shardings:
-    """Where the values of a traced step are.
+    """The shardings of a traced step's values.
 
-    **Fields:** `devices` how many there are; `mesh` that of the step, None where its arguments and constraints name
-    none or several; `layouts` by variable, of those that are known.
+    **Fields:** `devices` their number; `mesh` of the step, None if its arguments and constraints name none or several;
+    `layouts` of the variables, where known.
     """
 
     devices: int
@@ -58,12 +58,15 @@ class Shardings:
 
     @property
     def inferred(self) -> bool:
-        """Whether the compiler propagates shardings: no axis of the mesh is part of types."""
+        """Whether the compiler propagates shardings: the mesh has no explicit axes."""
         kinds = self.mesh.axis_types if self.mesh is not None else ()
         return bool(kinds) and all(kind == jax.sharding.AxisType.Auto for kind in kinds)
 
     def row_parts(self, traced: Traced, rows: Sequence[tuple[int, int, int]]) -> int:
-        """Return in how many parts most bytes of results lie, along a dimension of each."""
+        """Return the number of parts into which most bytes of results are sharded, along one dimension of each.
+
+        **Arguments:** `rows` equation, result and dimension.
+        """
         nbytes: dict[int, int] = {1: 0}
         for i, k, d in rows:
             var = traced.jaxpr.jaxpr.eqns[i].outvars[k]
@@ -73,20 +76,20 @@ class Shardings:
         return max(nbytes, key=lambda count: nbytes[count])
 
     def ways(self, eqn: jex.JaxprEqn) -> int:
-        """Among how many devices an equation's arithmetic is divided."""
+        """Return the number of devices among which an equation's arithmetic is divided."""
         atoms = _compat.variables((*eqn.invars, *eqn.outvars))
         axes = {axis for a in atoms for each in self.layouts.get(a, ()) for axis in each}
         return math.prod(size for _, _, size in axes)
 
     def of_attention(self, site: Site) -> Places | None:
-        """Return where an attention runs, by the sharding of its scores; None where it stays as written."""
+        """Return the places of an attention, by the sharding of its scores; None if it stays as written."""
         scores = self.named(site.scores) if self.inferred else None
         if scores is None:
             return None
         return Places.of(scores, site.pattern, [self.named(a) for a in _compat.variables(site.operands)])
 
     def named(self, var: jex.Var) -> NamedSharding | None:
-        """Return the layout as the program would say it, None where it cannot."""
+        """Return the layout of a variable as a `NamedSharding`, None if that cannot express it."""
         layout = self.layouts.get(var)
         if self.mesh is None or layout is None:
             return None
@@ -107,17 +110,15 @@ class Division:
 
     @cached_property
     def devices(self) -> int:
-        """How many devices the step is on."""
+        """The number of devices of the step."""
         return device_count(self.program, self.args, self.kwargs)
 
     def shardings(self, traced: Traced) -> Shardings | None:
-        """Return where the values of a form are; None where its program is that of one device."""
+        """Return the shardings of a form; None if the compiler does not divide its program."""
         return self._found(traced)[0] if self._divided(traced) else None
 
     def local(self, traced: Traced) -> tuple[Traced, tuple[float, ...] | None]:
-        """Return a form as one device has it, and the arithmetic of its equations there, None where that is
-        all of it.
-        """
+        """Return a form's part on one device, and the arithmetic of its equations there, None if undivided."""
         return self._found(traced)[1:] if self._divided(traced) else (traced, None)
 
     def _divided(self, traced: Traced) -> bool:
@@ -125,8 +126,8 @@ class Division:
         return self.devices > 1 and traced.around is None
 
     def with_parts(self, traced: Traced) -> Traced:
-        """Return the form, that knows in how many parts the rows of its regions lie: as most of what has them does.
-        Rows of less than a step, and those whose places types tell, stay together.
+        """Return the form with the number of parts into which each region's rows are sharded, by most of their bytes.
+        Only regions of most of the step have parts, and only if the compiler propagates shardings.
         """
         places = self.shardings(traced)
         if places is None or not traced.sites.regions:
@@ -141,23 +142,23 @@ class Division:
         return traced.with_regions_on_devices(parts, own / nbytes if nbytes else 1.0)
 
     def with_attention(self, traced: Traced, before: Traced) -> Traced:
-        """Return the form, that knows which attention may be done without its scores, and where: like ones in like
+        """Return the form with the places of attention that may run without its scores; equal patterns need equal
         places.
 
-        **Arguments:** `before` the step before operands of products are gathered in equations of their own.
+        **Arguments:** `before` the step before operands of products are gathered in separate equations.
         """
         here = self.shardings(traced)
         if here is None:
             return traced
         found = _places(traced, here)
-        if found and before is not traced:  # keys that products want whole lie there as they are made
+        if found and before is not traced:  # there, keys are not gathered for the products yet
             there = _places(before, shardings(before, self.program, self.args, self.kwargs))
             passing = {pattern: own for pattern, own in there.items() if own.turns > 1}
             found |= {pattern: passing[pattern] for pattern in found if pattern in passing}
         return traced.attending(found)
 
     def named(self, var: jex.Var) -> NamedSharding | None:
-        """Return the sharding of a variable of any form, None where it is not known."""
+        """Return the sharding of a variable of any form, None if unknown."""
         if var is None or _compat.is_literal(var):
             return None
         return next((s.named(var) for s, _, _ in self._known.values() if var in s.layouts), None)
@@ -171,7 +172,7 @@ class Division:
 
 
 def _places(traced: Traced, places: Shardings) -> dict[Pattern, Places]:
-    """Return where attention may be done without its scores, as of `Division.with_attention`."""
+    """Return the places of attention without its scores, see `Division.with_attention`."""
     found: dict[Pattern, Places | None] = {}
     for site in attention(traced.jaxpr, traced.program.scopes, traced.program.alive):
         own = places.of_attention(site)
@@ -180,7 +181,7 @@ def _places(traced: Traced, places: Shardings) -> dict[Pattern, Places]:
 
 
 def shardings(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> Shardings:
-    """Return where the compiler puts the values of a step that is on several devices."""
+    """Return the compiler's shardings of a step on several devices."""
     lowered = program.lower(program.evaluating(_numbered(traced), traced, keep_unused=True), args, kwargs)
     found, arguments = propagated(lowered)
     results: dict[int, list[list[tuple[tuple[int, ...], Layout]]]] = {}
@@ -203,8 +204,8 @@ def shardings(traced: Traced, program: Program, args: Args, kwargs: Kwargs) -> S
 
 
 def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]:
-    """Return the step with the types of what one device has, and the arithmetic of its equations there; no program
-    that could run.
+    """Return the step with the types of one device's parts, and the arithmetic of its equations there. The result is
+    for pricing only; it cannot run.
     """
     renamed: dict[Any, Any] = {}
 
@@ -253,7 +254,7 @@ def _result(
     made: Sequence[Sequence[tuple[tuple[int, ...], Layout]]],
     layouts: Mapping[Atom, Layout],
 ) -> Layout:
-    """Return the layout of an equation's result, by what its operations make, or as that of what it is made of."""
+    """Return the layout of an equation's result, by the results of its lowered operations, else by its operands."""
     shape, name = tuple(shaped(eqn.outvars[k]).shape), eqn.primitive.name
     operand = next((layouts[a] for a in _compat.variables(eqn.invars) if a in layouts), ())
     if name == "scan_slice":
@@ -275,7 +276,7 @@ def _result(
 
 
 def _layout_of(sharding: object, rank: int) -> Layout:
-    """Return the layout that a sharding asks for, whole where it names no axes."""
+    """Return the layout of a sharding; dimensions without axes are whole."""
     if not isinstance(sharding, NamedSharding):
         return ((),) * rank
     spec = [*sharding.spec, *(None,) * (rank - len(sharding.spec))]
@@ -284,7 +285,7 @@ def _layout_of(sharding: object, rank: int) -> Layout:
 
 
 def meshes(eqns: Sequence[jex.JaxprEqn], leaves: Sequence[object]) -> Iterable[Mesh | AbstractMesh]:
-    """Return the meshes that arguments or the program's constraints name."""
+    """Yield the meshes of arguments and of the program's constraints."""
     given = [leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None) for leaf in leaves]
     given += [eqn.params["sharding"] for eqn in eqns if eqn.primitive.name == "sharding_constraint"]
     for sharding in given:

@@ -1,16 +1,13 @@
-"""Equation -> a program of that equation alone, and a cache on disk of what was measured of such programs.
+"""Equation -> a program of that single equation, and a cache on disk of figures measured on such programs.
 
-Law: equations with the same key compile to the same program, so that a figure is measured once per machine.
+Invariant: equations with the same key compile to the same program, so each figure is measured once per machine.
 
-Equation -> bytes of scratch memory, by compiling the equation alone.
-
-Layout copies of a convolution's operands and library scratch appear in no jaxpr.
-Figures are cached on disk by equation, compiler options and jax version.
-
-Attention that was found, the device at hand -> whether its kernels run there, and give what XLA's operations give.
-
-Each distinct attention is tried once per kind of device, version of jax and of the kernels: with random numbers, for
-two examples and two heads of all that there are. What a device cannot run, or computes otherwise, no plan uses there.
+- `workspaces`: bytes of scratch memory, by compiling the equation separately. Layout copies of a convolution's operands
+  and library scratch appear in no jaxpr. Figures are cached by equation, compiler options and jax version.
+- `alone_seconds`: seconds by a roofline of the equation's kernels.
+- `kernels_work`: whether the attention kernels run on this machine's device, with the results of XLA's operations. Each
+  distinct attention is tried once per kind of device, version of jax and of the kernels, on random numbers, with two
+  examples and two heads. If a kernel fails or differs, plans for the device do not use it.
 """
 
 import functools
@@ -49,12 +46,12 @@ from ._roofline import roofline
 
 
 def alone(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """Return the equation as a program of its own."""
+    """Return a program of the single equation."""
     return _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
 
 
 def key(eqn: jex.JaxprEqn, where: object) -> str:
-    """Return what tells the equation's program from others: primitive, types, parameters; `where` it is compiled."""
+    """Return the cache key of an equation: its primitive, types and parameters, and `where` it is compiled."""
     params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
     what = (eqn.primitive.name, [str(a.aval) for a in eqn.invars], params)
     return hashlib.sha256(repr((what, where)).encode()).hexdigest()
@@ -85,10 +82,10 @@ class Figures:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.store()  # what was measured before Ctrl-C too
+        self.store()  # also after Ctrl-C
 
     def store(self) -> None:
-        """Add the new numbers to the file; what other processes have added meanwhile stays."""
+        """Add the new numbers to the file, and keep those that other processes added since."""
         if self.fresh:
             store(self.path, json.dumps(self.fresh | self._read()))
 
@@ -100,10 +97,10 @@ def workspaces(
     above_nbytes: int,
     among: Collection[int] | None = None,
 ) -> dict[int, int]:
-    """Return scratch bytes by equation index, for contractions with operands above a size and for rows in chunks, which
-    may hold many times their operands; with `among` for those of them alone.
+    """Return scratch bytes by equation index, for contractions with operands above a size, and for rows in chunks,
+    which may need many times their operands; `among` restricts the equations.
 
-    They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
+    They are compiled for the program's device with its options. **Arguments:** `platform` JAX's name for the device's.
     """
     program = program.alone(_nothing)
     device = jax.default_backend() if program.target is None else program.target.device
@@ -130,7 +127,7 @@ def workspaces(
 
 
 def alone_seconds(eqns: Sequence[jex.JaxprEqn], program: Program, device: DeviceSpec) -> list[float]:
-    """Return seconds of each of these equations, compiled alone, by a roofline of its kernels."""
+    """Return the seconds of each equation, compiled separately, by a roofline of its kernels."""
     program = program.alone(_nothing)
     where = (sorted(program.compiler_options), jax.__version__, device)
     found: list[float] = []
@@ -152,7 +149,7 @@ def _seconds(eqn: jex.JaxprEqn, program: Program, device: DeviceSpec) -> float:
 
 MOST_KEPT = 32
 _kept: dict[str, Compiled] = {}
-"""The last equations that were compiled alone, by what tells them apart: some are asked for memory and for time."""
+"""The last compiled single equations by key: some are used for memory and for time."""
 
 
 def _compiled(eqn: jex.JaxprEqn, program: Program) -> Compiled:
@@ -167,28 +164,26 @@ def _compiled(eqn: jex.JaxprEqn, program: Program) -> Compiled:
 
 
 def _nothing() -> None:
-    """Stand for what a program of single equations has in place of a function."""
+    """Stand in for the function of a program of single equations."""
 
 
 def _measure(eqn: jex.JaxprEqn, program: Program) -> int:
     try:
         compiled = _compiled(eqn, program)
-    except Exception:  # what cannot be compiled alone (collectives, custom calls) has no figure
+    except Exception:  # some equations cannot be compiled separately (collectives, custom calls)
         return 0
     return MemoryStats.of(compiled).temporaries_nbytes
 
 
 FEW = 2
-"""So many examples, and heads, are enough to see whether kernels work."""
+"""Number of examples and of heads that is enough to see whether kernels work."""
 
 APART = 0.05
-"""Results of products in short formats are as far apart as this share of the largest, where kernels are right."""
+"""Results in short formats may differ by this share of the largest entry even if kernels are correct."""
 
 
 def kernels_work(sites: Sequence[Site], device: Any) -> bool:
-    """Return whether kernels do what all of these attentions do, on a `jax.Device`. Where they do not, a warning
-    says so.
-    """
+    """Return whether the kernels compute all of these attentions correctly on a `jax.Device`; warn if not."""
     written = b"".join(
         Path(str(module.__file__)).read_bytes() for module in (_kernels, _gradient_kernels, _tiles)
     )
@@ -213,7 +208,7 @@ def kernels_work(sites: Sequence[Site], device: Any) -> bool:
 
 
 def _failure(site: Site, device: Any) -> str:
-    """Return what is wrong with kernels for an attention, "" where nothing is."""
+    """Return the fault of the kernels for an attention, as text, "" if there is none."""
     pattern = site.pattern
     shared = {axis for axis in pattern.scores.columns if axis is not None}
     sizes = [min(n, FEW) if d in shared and d != pattern.key else n for d, n in enumerate(pattern.sizes)]
@@ -239,7 +234,7 @@ def _failure(site: Site, device: Any) -> str:
                 if not np.allclose(a, b, rtol=0, atol=APART * largest, equal_nan=True):
                     return f"the {name} differs"
         except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error):  # beside what is there, which says nothing of kernels
+            if "RESOURCE_EXHAUSTED" in str(error):  # the device's memory is in use, no fault of kernels
                 return ""
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return ""
@@ -256,7 +251,7 @@ def _both_passes(
 
 
 def _something(random: np.random.Generator, pattern: Pattern, axes: Axes, aval: Aval) -> jax.Array:
-    """Return random numbers of this type, as large as the pattern has its axes."""
+    """Return random numbers of a type, with the sizes of the pattern's axes."""
     rank = len(pattern.sizes)
     shape = [
         pattern.sizes[axis] if axis is not None and axis < rank else n

@@ -1,7 +1,7 @@
-"""Traced step -> what XLA writes to memory for each of its equations.
+"""Traced step -> the buffers that XLA writes to memory for each of its equations.
 
 The plain step is compiled once with each equation's index in its name stack (`#12`). XLA carries name stacks through
-its passes as `op_name`, so that the kernels of the compiled program say whose results they write.
+its passes as `op_name`, so that each kernel of the compiled program names the equations whose results it writes.
 """
 
 import re
@@ -33,8 +33,8 @@ from ._hlo import (
 
 
 class Kernel(NamedTuple):
-    """A kernel of the compiled program: the equations whose buffers it writes and those whose buffers it reads; whether
-    it is one of a `single` result, with which the compiler makes no other.
+    """A kernel of the compiled program: the equations whose buffers it writes, and those whose buffers it reads;
+    `single` if it computes one result, and the compiler fuses no other computation into it.
     """
 
     writes: frozenset[int]
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
     single: bool = False
 
     def renumbered(self, place: Mapping[int, int]) -> "Kernel":
-        """Return the same by other indices; equations without one are left out."""
+        """Return the same with other equation indices; equations without a new one are left out."""
         writes, reads = (frozenset(place[i] for i in each if i in place) for each in self[:2])
         return Kernel(writes, reads, self.single)
 
@@ -52,8 +52,8 @@ class Written:
     """The compiled program's use of memory, by equation index.
 
     **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
-    any such buffer; `loops` those of whose iterations it says as much; `summed` and `gathered` by equation the bytes
-    that a device sends to others where parts of a sum are added up, and for anything else.
+    any such buffer; `loops` whose iterations are included; `summed` and `gathered`, by equation, the bytes that a
+    device sends to others to add up parts of a sum, and for other purposes.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -63,7 +63,7 @@ class Written:
     gathered: Mapping[int, int] = field(default_factory=dict)
 
     def renumbered(self, place: Mapping[int, int]) -> "Written":
-        """Return the same by other indices; equations without one are left out."""
+        """Return the same with other equation indices; equations without a new one are left out."""
         sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
         kernels = (kernel.renumbered(place) for kernel in self.kernels)
         kernels = tuple(kernel for kernel in kernels if kernel.reads)
@@ -71,17 +71,20 @@ class Written:
         return Written(sizes, kernels, self.loops, *sent)
 
     def decoded(self, place: Mapping[int, int]) -> "Written":
-        """Return the same where what reads results of these equations reads those of others, which are as large."""
+        """Return the same with kernels that read results of other, equally large equations in place of these.
+
+        **Arguments:** `place` the other equation of each.
+        """
         sizes = {**self.sizes, **{j: self.sizes[i] for i, j in place.items() if i in self.sizes}}
         kernels = (k._replace(reads=frozenset(place.get(i, i) for i in k.reads)) for k in self.kernels)
         return replace(self, sizes=sizes, kernels=tuple(kernels))
 
     def also(self, loop: int, iteration: "Written") -> "Written":
-        """Return the same with all that the iterations of a loop write and read, by the same indices."""
+        """Return the same with all kernels of a loop's iterations, by the same indices."""
         return replace(self.with_(iteration), loops=self.loops | {loop})
 
     def with_(self, iteration: "Written") -> "Written":
-        """Return the same with some of what the iterations of a loop write and read, by the same indices."""
+        """Return the same with some kernels of a loop's iterations, by the same indices."""
         sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
         sent = {**self.summed, **iteration.summed}, {**self.gathered, **iteration.gathered}
         return Written(sizes, kernels, self.loops, *sent)
@@ -90,14 +93,12 @@ class Written:
 TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 SEVERAL = re.compile(
     r"#(\d+)(?=[/):]|$)"
-)  # where the compiler makes one of several, it says whose all of them were
+)  # an operation that the compiler combines from several has the tags of all of them
 
 
 def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
-    """Return the plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its
-    name stack.
-
-    What this compiler's plans replace is replaced here too.
+    """Return the plain step's flat jaxpr, with the index of each equation's counterpart in `traced.jaxpr` in its name
+    stack. Equations that plans for this compiler replace are replaced here too.
     """
     flat, needs_replacement = traced.flat, replaced(backend)
     eqns = []
@@ -117,7 +118,7 @@ def numbered(traced: Traced) -> Traced:
 
 
 def written(module: Module) -> Written:
-    """Return what kernels write for the tagged equations, and what they read of that."""
+    """Return the buffers that kernels write for the tagged equations, and the kernels that read them."""
     kernels = []
     summed: Counter[int] = Counter()
     gathered: Counter[int] = Counter()
@@ -145,6 +146,6 @@ def written(module: Module) -> Written:
 
 
 def _makers(module: Module, scope: Mapping[str, Instruction], made: Iterable[Instruction]) -> frozenset[int]:
-    """Return the equations that made these instructions' buffers, as far as they are tagged."""
+    """Return the tagged equations of these instructions' buffers."""
     found = (maker(module, TAG, scope, each, leaf) for each in made for leaf in range(len(each.shapes)))
     return frozenset(int(tag) for tag in found if isinstance(tag, str))

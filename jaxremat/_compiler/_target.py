@@ -1,6 +1,6 @@
 """Programs compiled for a GPU that is not in this machine: `Target("h100").lower(jitted, ...).compile()`.
 
-XLA's GPU compiler runs in a worker (`_target_worker`), started when first asked for.
+XLA's GPU compiler runs in a worker process (`_target_worker`), started on first use.
 """
 
 import functools
@@ -32,7 +32,7 @@ _PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
 def targets() -> tuple[str, ...]:
-    """Return the names of the devices that programs can be planned for on any machine: `("h100", ...)`."""
+    """Return the names of devices for which any machine can plan: `("h100", ...)`."""
     return tuple(name for name, spec in DEVICES.items() if spec.chip is not None)
 
 
@@ -41,7 +41,7 @@ _SEVERAL = re.compile(r"(?P<device>[^:]+?)(?::(?P<hosts>[1-9]\d*))?x(?P<each>[1-
 
 @dataclass(frozen=True)
 class Target:
-    """A device by its name in `targets()`, in any case, or several: `h100x8`, or `h100:16x8` on 16 hosts with 8 each.
+    """A device by its name in `targets()`, in any case, or several: `h100x8`, or `h100:16x8`, 16 hosts with 8 each.
 
     **Raises:** `TargetError` for other names.
     """
@@ -70,20 +70,19 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         _, hosts, each = self._parts
         return hosts * each
 
     @property
     def spec(self) -> DeviceSpec:
-        """One device's figures."""
+        """The specification of one device."""
         return DEVICES[self.device]
 
     def topology(self, partitions: int) -> str:
-        """Return the devices for a program of so many partitions, as XLA's compiler asks: slices x hosts x devices
-        of each.
+        """Return the devices for a program of this many partitions, in XLA's form: slices x hosts x devices per host.
 
-        **Raises:** `TargetError` where it has not as many.
+        **Raises:** `TargetError` if the target has another number of devices.
         """
         if partitions == 1:
             return "1x1x1"
@@ -93,7 +92,7 @@ class Target:
         return f"1x{hosts}x{each}"
 
     def _described(self) -> Any:
-        """Return the device in JAX's words."""
+        """Return the device as JAX describes it."""
         chip = self.spec.chip
         assert chip is not None
         return jax.sharding.AbstractDevice(_KINDS.get(chip.capability, self.spec.name), chip.cores, "gpu")
@@ -103,7 +102,7 @@ class Target:
     ) -> "TargetLowered":
         """Return a jitted function, lowered for the device with these compiler options.
 
-        **Raises:** `TargetError` where JAX cannot lower it for GPUs.
+        **Raises:** `TargetError` if JAX cannot lower it for GPUs.
         """
         try:
             traced = jitted.trace(*args, **kwargs)
@@ -118,12 +117,12 @@ class Target:
 
 
 def in_words(devices: int) -> str:
-    """Return how many that are."""
+    """Return a number of devices as text."""
     return "one device" if devices == 1 else f"{devices} devices"
 
 
 def mismatch(target: Target, devices: int) -> TargetError:
-    """Return what to say of a step that is on another number of devices than the target has."""
+    """Return the error for a step whose number of devices is not the target's."""
     if devices == 1:
         return TargetError(
             f"`target={target.name!r}` has {target.devices} devices, but no argument of the step is sharded. "
@@ -139,12 +138,11 @@ def mismatch(target: Target, devices: int) -> TargetError:
 
 
 _KINDS = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H100", (10, 0): "NVIDIA B200"}
-"""A device of each CUDA capability, by the name that JAX knows it by where it lowers kernels for one that is not there.
-"""
+"""JAX's name for a device of each CUDA capability, which it needs to lower kernels for a device that is not present."""
 
 
 class TargetLowered:
-    """A step lowered for a target, as `jax.stages.Lowered`."""
+    """A step lowered for a target, like `jax.stages.Lowered`."""
 
     def __init__(self, target: Target, lowered: jax.stages.Lowered, options: Mapping[str, object]):
         self.target = target
@@ -156,9 +154,9 @@ class TargetLowered:
         return self._lowered.as_text(dialect, debug_info=debug_info)
 
     def compile(self, seconds: float = math.inf) -> "TargetCompiled":
-        """Compile it with XLA's GPU compiler, for so many seconds at most.
+        """Compile the step with XLA's GPU compiler, for at most `seconds`.
 
-        **Raises:** `CompilationError` where that fails; `TargetError` where there is no such compiler.
+        **Raises:** `CompilationError` if that fails; `TargetError` if the compiler is not installed.
         """
         module: Any = self._lowered.compiler_ir("stablehlo")
         buffer = io.BytesIO()
@@ -192,7 +190,7 @@ def _compile(
 
 
 def _failure(error: WorkerLostError, compiler: str, seconds: float) -> CompilationError:
-    """Return what became of a compilation that has no answer."""
+    """Return the error of a compilation without a result."""
     said = str(error)
     if isinstance(error, WorkerLateError) and seconds < math.inf:
         return CompilationError(
@@ -209,20 +207,20 @@ def _failure(error: WorkerLostError, compiler: str, seconds: float) -> Compilati
 
 
 _NO_MEMORY = ("MemoryError", "bad_alloc", "RESOURCE_EXHAUSTED")
-"""In what the compiler says where it gets no memory. Linux says nothing: it kills."""
+"""Texts of the compiler if an allocation fails. Linux may also kill the process, without a text."""
 
 
 _NO_TILING = ("find output tile sizes", "triton_tiling_propagation")
-"""In what XLA says of a product that it would give to Triton, of a shape that no tiling fits (attention over an odd
-length), or where it fails a check of its own while it looks for what to fuse with one (images of which every other
-row and column is read). With the device at hand it would try cuBLAS too where it refuses, and take what is faster.
+"""Texts of XLA for a product that Triton should compute, but for whose shape it finds no tiling (attention over an odd
+length), or if a check fails while XLA looks for operations to fuse with one (images of which every other row and column
+is read). On a machine with the device, XLA would try cuBLAS too, and take the faster one.
 """
 
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 class TargetCompiled:
-    """A step compiled for a target, as `jax.stages.Compiled`, but for running it."""
+    """A step compiled for a target, like `jax.stages.Compiled`, but it cannot run."""
 
     def __init__(self, target: Target, figures: dict[str, int], text: str):
         self.target = target
@@ -250,12 +248,12 @@ def elsewhere(target: Target) -> TargetError:
 
 
 def compilers() -> list[tuple[str, str]]:
-    """Return the packages that XLA's GPU compiler is installed in, each with its version."""
+    """Return the installed packages with XLA's GPU compiler, each with its version."""
     return [(name, version) for name in _PLUGINS if (version := version_of(name)) is not None]
 
 
 def _check_installed() -> None:
-    """**Raises:** `TargetError` where XLA's GPU compiler is missing, or is of another version than JAX."""
+    """Check XLA's GPU compiler. **Raises:** `TargetError` if it is missing, or its version is not jaxlib's."""
     wanted = importlib.metadata.version("jaxlib")
     found = compilers()
     if not found:

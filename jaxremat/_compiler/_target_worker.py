@@ -1,7 +1,7 @@
-"""A process of its own that compiles for GPUs that are not there: StableHLO in, memory figures and HLO text out.
+"""StableHLO -> memory figures and HLO text: a worker process that compiles for GPUs that are not present.
 
-Run by `_runtime._worker`; imports nothing of this library. JAX's own platform is the CPU here: with the CUDA plugin on
-a machine without a GPU nothing else works, and the user's own process must not be told so.
+Run by `_runtime._worker`; imports nothing of this library. Its JAX platform is the CPU: with the CUDA plugin on a
+machine without a GPU nothing else works, and the setting must not affect the user's process.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
 with suppress(OSError):
-    # Where a compilation takes all memory, Linux kills this process, and not the user's, which plans another form.
+    # If a compilation exhausts memory, Linux kills this process instead of the user's, which then tries another form.
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _FIGURES = ("argument", "output", "alias", "temp", "host_temp")
 
 
 def answer(request: tuple[str, str, bytes, dict[str, str]]) -> tuple[dict[str, int], str]:
-    """Return the figures and the HLO of a module, from a chip's description, a topology, bytecode and options."""
+    """Compile a module: chip description, topology, bytecode and options -> memory figures and HLO text."""
     config, topology, module, options = request
     return _compile(_devices(config, topology), module, options)
 

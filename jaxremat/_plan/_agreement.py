@@ -1,11 +1,10 @@
 """Program, request, in each process of a job -> the same plan in all of them, compiled and confirmed in each.
 
-The first of the processes on whose devices the step runs plans; the others receive its plan. What is compiled in search
-of it is compiled by that one alone.
+Invariants: all processes have the plan, or all raise. A difference between them (in code, step or request) is an error
+that names the process. The least device memory of all processes counts. Only one process uses the plan cache.
 
-Laws: every process has the plan, or every one raises; what differs between them (their code, the step, what they ask
-for) is an error that names the process, and of what their devices have the least counts; one alone reads and writes
-the cache of plans.
+The first of the processes on whose devices the step runs is the leader: it plans, and compiles the candidates of the
+search. The others receive its plan.
 """
 
 import hashlib
@@ -35,13 +34,13 @@ from ._request import Request
 from ._residuals import Found, counted
 
 _meetings = Counter[tuple[int, ...]]()
-"""How many each group of processes has held. They call their steps in the same order."""
+"""The number of meetings of each group of processes so far. All processes call their steps in the same order."""
 
 
 def agreed(problem: Problem, request: Request, given: Plan | None) -> Planned:
-    """Return the plan of a step that runs on devices of this process alone, or of several.
+    """Return the plan of a step that runs on devices of one process or of several.
 
-    **Arguments:** `given` the plan to follow, None where it is to be made.
+    **Arguments:** `given` the plan to apply, None to make one.
 
     **Raises:** as `make_plan`; `PlanMismatchError`; `ProcessError`.
     """
@@ -65,15 +64,15 @@ def agreed(problem: Problem, request: Request, given: Plan | None) -> Planned:
             return _followed(meeting, problem, request, given)
         planned = _led(meeting, problem, request, given)
     if number:
-        meeting.forget(f"{name}/{number - 1}")  # which all have left that are at this one
+        meeting.forget(f"{name}/{number - 1}")  # all processes have left that one
     return planned
 
 
 def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph], Graph] | None) -> Found:
-    """Return what the first process found for a function that every process plans for itself, when it traces it:
-    solvers whose time ends find one thing here and another there.
+    """Return the first process's schedule for a function that every process plans when tracing it: at a time limit,
+    solvers may return different schedules in different processes.
 
-    **Arguments:** `key` what tells the function from others; `graph` of it, and `restrict` as in `plan_held`.
+    **Arguments:** `key` identifies the function; `graph` of it, and `restrict` as in `plan_held`.
     """
     store = _compat.process_store()
     if jax.process_count() == 1 or store is None:
@@ -101,7 +100,7 @@ def _alone(problem: Problem, request: Request, given: Plan | None) -> Planned:
 
 
 def _led(meeting: Meeting, problem: Problem, request: Request, given: Plan | None) -> Planned:
-    """Return the plan of the process that makes it."""
+    """Make the plan, and send it to the other processes."""
     with meeting.saying("plan") as say:
         own = _asked(problem, request, given)
         asked = {process: meeting.hear("asked", process) for process in meeting.others}
@@ -120,7 +119,7 @@ def _led(meeting: Meeting, problem: Problem, request: Request, given: Plan | Non
 
 
 def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan | None) -> Planned:
-    """Return the plan of the process that receives it."""
+    """Receive the plan, and apply it."""
     with meeting.saying("asked") as say:
         say(_asked(problem, request, given))
     with phase(f"waiting for the plan of process {meeting.leader}"):
@@ -134,7 +133,7 @@ def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan 
 
 
 def _asked(problem: Problem, request: Request, given: Plan | None) -> dict[str, Any]:
-    """Return what a process wants planned."""
+    """Return the request of a process, to compare with the others'."""
     alike = replace(request.planning, progress=None, cache=True)
     options = alike, request.pins, request.offload, request.allow
     return {
@@ -166,7 +165,7 @@ _DIFFERENCES: dict[str, Callable[[Any, Any], str]] = {
 
 
 def _compare(process: int, theirs: dict[str, object], own: dict[str, object]) -> None:
-    """**Raises:** `ProcessError` where a process wants something else."""
+    """Compare two requests. **Raises:** `ProcessError` if they differ."""
     for name, say in _DIFFERENCES.items():
         if theirs[name] != own[name]:
             raise ProcessError(

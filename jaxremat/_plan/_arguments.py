@@ -16,7 +16,7 @@ ALLOWED = (*EXACT, REVERSIBLE, *INEXACT)
 
 
 def as_tuple(value: int | str | Sequence[int] | Sequence[str], option: str) -> tuple[Any, ...]:
-    """Return one number or name, or several, as `jax.jit` takes them for this option. **Raises:** `ArgumentError`."""
+    """Return one or several numbers or names as a tuple, as `jax.jit` takes them. **Raises:** `ArgumentError`."""
     numbered = option.endswith("nums")
     kind, kinds = (
         ((int, np.integer), "an int or a tuple of ints") if numbered else (str, "a str or a tuple of strs")
@@ -41,7 +41,7 @@ def parse_forms(allow: object, known: tuple[str, ...] = ALLOWED) -> tuple[str, .
 
 
 def check_offload(offload: Offload) -> None:
-    """**Raises:** `ArgumentError` for what `optimize` cannot take."""
+    """Check the argument `offload` of `optimize`. **Raises:** `ArgumentError`."""
     if isinstance(offload, bool) or offload == "auto":
         return
     try:

@@ -36,8 +36,8 @@ from ._rules import PlainStep, variants
 logger = logging.getLogger("jaxremat")
 
 NEGLIGIBLE = 0.001
-"""If the plain step does not compile, a variant that saves less memory than another is built only if it saves more than
-this share of the step's time: the step is far too large, and each graph takes several compilations.
+"""If the plain step does not compile, a variant that needs more memory than another is built only if it is faster by
+more than this share of the step's time: the step is far too large, and each graph takes several compilations.
 """
 
 
@@ -60,10 +60,10 @@ class Graphs(ABC):
 
     @abstractmethod
     def _built(self, traced: Traced, estimated: float) -> Graph:
-        """Return the graph of a variant, which is estimated to take so much longer than the plain step."""
+        """Return the graph of a variant, given its estimated extra seconds over the plain step."""
 
     def known(self, graph: Graph) -> Schedule | None:
-        """Return what the user's own checkpoints save of a cutting of the plain graph, None where there are none."""
+        """Return the schedule of the user's own checkpoints for a cutting of the plain graph, None without any."""
         return self.problem.as_checkpointed(graph) if self.problem.undoes else None
 
     @cached_property
@@ -72,7 +72,7 @@ class Graphs(ABC):
         return self.variants_of(self.plain)
 
     def variants_of(self, plain: Graph) -> Variants:
-        """Return the variants that the step may take, by a graph of the plain one with other pins."""
+        """Return the variants that the step may take, given a plain graph that may have other pins."""
         problem = self.problem
         traced, there = problem.traced, problem.division.local(problem.traced)[0]
         here = problem.here if problem.device.platform != "cpu" else None
@@ -85,8 +85,8 @@ class Graphs(ABC):
         return variants(step)
 
     def of(self, variant: Variant) -> Graph | None:
-        """Return the graph of a variant, its time counted from the plain step's; None where it cannot be made, or has
-        not all that the user pins.
+        """Return the graph of a variant, its time relative to the plain step's; None if it cannot be built or lacks
+        some of the user's pins.
         """
         if self.plain.pins:
             if variant not in self._with_pins:
@@ -96,18 +96,16 @@ class Graphs(ABC):
         return self.whatever_is_pinned(variant)
 
     def _has_pins(self, variant: Variant) -> bool:
-        """Return whether all that the user pins is in a variant, by rules alone."""
+        """Return whether a variant has all of the user's pins, without a compilation."""
         make = partial(self.problem.bare, variant, pinned=True)
         try:
             graph = self.problem.defects.attempted("rewriting", make, variant)
-        except HintError:  # a pattern matches nothing of what is left
+        except HintError:  # a pattern matches nothing in this variant
             return False
         return graph is not None and _origins(self.problem.estimated) <= _origins(graph)
 
     def whatever_is_pinned(self, variant: Variant) -> Graph | None:
-        """Return the graph of a variant, though it may not have all that the user pins; None where it cannot be
-        made.
-        """
+        """Return the graph of a variant, even if it lacks some of the user's pins; None if it cannot be built."""
         if variant not in self._made:
             make = partial(self._of, variant)
             self._made[variant] = self.problem.defects.attempted("rewriting", make, variant)
@@ -120,12 +118,12 @@ class Graphs(ABC):
 
 
 def _origins(graph: Graph) -> Counter[str]:
-    """Return for each hint and pattern how many values and stages it pins."""
+    """Return the number of values and stages that each hint and pattern pins."""
     return Counter(pin.origin for pin in graph.pins)
 
 
 class EstimatedGraphs(Graphs):
-    """Graphs by rules alone, without a compilation."""
+    """Graphs priced by rules, without a compilation."""
 
     def _plain(self) -> Graph:
         return self.problem.estimated
@@ -136,7 +134,7 @@ class EstimatedGraphs(Graphs):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredGraphs(Graphs):
-    """Graphs by what XLA writes to memory. **Fields:** `baseline` of the step."""
+    """Graphs with the values that XLA writes to memory. **Fields:** `baseline` of the step."""
 
     baseline: "Baseline"
     _in_form: dict[Variant, Graph] = field(default_factory=dict, init=False)
@@ -148,7 +146,7 @@ class MeasuredGraphs(Graphs):
         assert baseline.tagged_form is not None
         form, tagged = baseline.tagged_form
         differs = problem.traced.rematted or problem.replaces
-        # Else the tagged step's are as many as the plain step's, which is still being compiled.
+        # Otherwise the tagged step has the same temporaries as the plain one, which is still being compiled.
         measured = baseline.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
         return BaselineFacts(
             plain=problem.form(form),
@@ -165,9 +163,8 @@ class MeasuredGraphs(Graphs):
         )
 
     def variants_of(self, plain: Graph) -> Variants:
-        """Return the variants that the step may take: where the compiler refuses it as it is written, with what the
-        first form that compiles does otherwise. Each of the others, as one with all scores of a long sequence, would be
-        refused once more.
+        """Return the variants that the step may take. If the plain step does not compile, all of them include the first
+        form that compiles: others, such as one with all scores of a long sequence, would not compile either.
         """
         found = super().variants_of(plain)
         if self._facts.plain is self.problem.traced:
@@ -188,7 +185,7 @@ class MeasuredGraphs(Graphs):
         if self._facts.by_kernels:
             more = graph.extra_seconds + self._tagged_more
             return replace(graph, step_seconds=baseline.seconds, extra_seconds=more)
-        if problem.undoes:  # counted from the user's own step, which computes again what its checkpoints say
+        if problem.undoes:  # relative to the user's own step, whose checkpoints recompute
             own = graph.step_seconds * baseline.seconds / baseline.tagged.seconds
             return replace(
                 graph, step_seconds=own, extra_seconds=graph.extra_seconds + graph.step_seconds - own
@@ -203,7 +200,7 @@ class MeasuredGraphs(Graphs):
         return replace(graph, extra_seconds=graph.extra_seconds + more)
 
     def _lowered(self, traced: Traced, otherwise: float | None = None) -> Graph:
-        """Return the graph in seconds of the tagged step; `otherwise` as for `build_graph`."""
+        """Return the graph in seconds of the tagged step; `otherwise` as in `build_graph`."""
         if traced.form not in self._in_form:
             self._in_form[traced.form] = build_graph(traced, self._facts, otherwise)
         return self._in_form[traced.form]
@@ -214,8 +211,8 @@ class MeasuredGraphs(Graphs):
         return self.baseline.tagged.seconds - self.baseline.seconds
 
     def _around_attention(self, form: Variant) -> float:
-        """Return what the compiled step takes longer with attention as in this variant than its operations say, outside
-        of loops: arrays that products of matrices want in another order are copied no more, which nothing else tells.
+        """Return the extra seconds of the compiled step with this variant's attention that its operations do not
+        explain, outside of loops. For example, XLA no longer copies arrays into another layout for matrix products.
         """
         alone = Variant.of_rule(ATTENTION, form.settings(ATTENTION))
         if not alone or self.problem.traced.loops:
@@ -230,16 +227,15 @@ class MeasuredGraphs(Graphs):
 
 
 def measure_baseline(problem: Problem, *, plain: bool, tagged: bool, to_run: bool = False) -> "Baseline":
-    """Compile what plans of a step start from.
+    """Compile the baseline of a step's plans.
 
     **Arguments:**
 
-    - `plain`: whether the step is compiled as the user wrote it, as where that may fit the budget. It is in any case
-      where it differs in time or memory from the tagged one: plans replace equations, undo checkpoints and run loops in
-      another way.
-    - `tagged`: whether the tagged step is likely to be needed. It is then compiled while the plain one is, where two
-      programs may be compiled at a time; else when it is asked for.
-    - `to_run`: whether the step is likely to run as the user wrote it. It is then compiled to run, where that may be.
+    - `plain`: whether to compile the step as the user wrote it, because it may fit the budget. It is always compiled if
+      the tagged one differs in time or memory: plans replace equations, undo checkpoints and run loops in another way.
+    - `tagged`: whether the tagged step is likely to be needed. If two programs may be compiled at a time, it is then
+      compiled together with the plain one; otherwise on first use.
+    - `to_run`: whether the step is likely to run as the user wrote it. It is then compiled to run, if possible.
     """
     traced = problem.traced
     differs = bool(problem.replaces or traced.rematted or traced.loops)
@@ -247,23 +243,23 @@ def measure_baseline(problem: Problem, *, plain: bool, tagged: bool, to_run: boo
     begun = problem.begin_plain(to_run=to_run) if plain or differs else None
     baseline = Baseline(problem, begun, to_run=to_run)
     if problem.undoes or (tagged and plain and problem.compiles_apart):
-        with suppress(Exception):  # it fails again where it is wanted
+        with suppress(Exception):  # it is raised again on first use
             _ = baseline.tagged
     return baseline
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A step before it is planned, as `measure_baseline` makes it.
+    """A step before it is planned, as `measure_baseline` returns it.
 
-    Two facts take a compilation that not every plan needs: `tagged` is compiled when it is first asked for, since a
-    step that fits as it is written needs none; `plain` is begun by `measure_baseline` or not at all. Where the compiler
-    does not compile the step as it is written, `refused` says why, and its figures are the model's.
+    Two compilations are not needed by every plan: `tagged` is compiled on first use, since a step that fits as written
+    does not need it; `plain` is started by `measure_baseline` or never. If the plain step does not compile, `refused`
+    says why, and its figures are the model's.
 
-    **Fields:** `problem`; `compiling` the step as the user wrote it, with the seconds that this takes, None where only
-    the tagged one is compiled; `compiled_tagged` the tagged step where it is compiled already; `to_run`
-    whether the step as the user wrote it is compiled to run, not only to be read; `detached` by form the arrays that
-    XLA would have overwritten in plans on this baseline: it would in the next, which is then compiled once.
+    **Fields:** `problem`; `compiling` the step as the user wrote it, with its seconds, None if only the tagged one is
+    compiled; `compiled_tagged` the tagged step if compiled already; `to_run` whether the step as the user wrote it is
+    compiled to run, not only to read its figures; `detached`, by form, the arrays that XLA overwrote too early in plans
+    on this baseline: the next plan detaches them at once, and needs one compilation less.
     """
 
     problem: Problem
@@ -276,7 +272,7 @@ class Baseline:
     def plain(self) -> CompiledStep:
         """The step as the user wrote it. Waits until it is compiled.
 
-        **Raises:** ValueError where it was not begun; `CompilationError`.
+        **Raises:** ValueError if its compilation was never started; `CompilationError`.
         """
         if self.compiling is None:
             raise ValueError("The plain step was not compiled: measure the baseline with `plain=True`.")
@@ -286,9 +282,9 @@ class Baseline:
 
     @cached_property
     def tagged_form(self) -> tuple[Variant, CompiledStep] | None:
-        """The first form that compiles of those with every equation tagged, and replaced what every plan replaces;
-        compiled when first asked for, None where none compiles. The step as it is written is the first of them; it is a
-        sketch where the plain step says what is needed, and nobody asks how long this one takes.
+        """The first form that compiles, with every equation tagged and with the replacements that every plan makes;
+        compiled on first use, None if no form compiles. The plain form is tried first. The build is unoptimised if only
+        the values that it writes to memory are needed, because the plain step gives peak and time.
         """
         problem = self.problem
         if self.compiled_tagged is not None:
@@ -307,7 +303,7 @@ class Baseline:
 
     @property
     def tagged(self) -> CompiledStep:
-        """The compiled step of `tagged_form`. **Raises:** ValueError where there is none."""
+        """The compiled step of `tagged_form`. **Raises:** ValueError if there is none."""
         if self.tagged_form is None:
             raise ValueError(
                 "No form of the step compiles as written: use `graphs`, which are then estimated."
@@ -316,8 +312,8 @@ class Baseline:
 
     @cached_property
     def measured(self) -> CompiledStep | None:
-        """The program whose figures are the step's: as the user wrote it, where that is begun; None where the compiler
-        does not compile it.
+        """The program whose figures count as the plain step's: the step as the user wrote it if its compilation was
+        started, else the tagged one. None if it does not compile.
         """
         written = self.problem.traced.form
         if self.compiling is None:
@@ -330,12 +326,12 @@ class Baseline:
 
     @property
     def refused(self) -> CompilationError | None:
-        """Why the plain step is not compiled, None if it is."""
+        """The error of compiling the plain step, None if it compiles."""
         return None if self.measured else self.problem.defects.uncompiled[self.problem.traced.form]
 
     @property
     def memory(self) -> MemoryStats:
-        """The step's memory, by the model where the compiler does not compile it."""
+        """The step's memory, by the model if it does not compile."""
         if self.measured is not None:
             return self.measured.memory
         return self.problem.modelled_memory(self.refused.why if self.refused else "")
@@ -347,18 +343,18 @@ class Baseline:
 
     @property
     def written_nbytes(self) -> int | None:
-        """The same if the plain step may be what runs, else None."""
+        """The step's peak if the plain step may run unplanned, else None."""
         return None if self.measured is None or self.problem.must_plan else self.peak_nbytes
 
     @property
     def base_nbytes(self) -> int:
-        """The bytes in use all the time."""
+        """The bytes of arguments and outputs, in use all the time."""
         return self.tagged.memory.base_nbytes if self.tagged_form else self.problem.estimated.base_nbytes
 
     @property
     def temporaries_nbytes(self) -> int:
-        """What of the peak is not there all the time; that of the form that compiles, where the step as it is written
-        does not: by its multiples nothing can be told from anything else.
+        """The peak without `base_nbytes`. If the plain step does not compile, that of the first form that does: shares
+        of the plain step's would be too coarse to tell plans apart.
         """
         if self.measured is None and self.tagged_form:
             return self.tagged.memory.temporaries_nbytes
@@ -371,15 +367,15 @@ class Baseline:
 
     @cached_property
     def graphs(self) -> Graphs:
-        """The graphs of the step's forms by what XLA writes to memory, by rules alone where none compiles as it is;
-        each is made when it is asked for.
+        """The graphs of the step's forms, with the values that XLA writes to memory, or by rules if no form compiles.
+        Each is built on first use.
         """
         return MeasuredGraphs(self.problem, self) if self.tagged_form else EstimatedGraphs(self.problem)
 
     def with_plain(self, tagged: CompiledStep | None = None) -> "Baseline":
-        """Return this with the plain step compiled too, of which all figures are then.
+        """Return this baseline with the plain step compiled too, which then gives all figures.
 
-        **Arguments:** `tagged` the tagged step, where that is compiled.
+        **Arguments:** `tagged` the tagged step, if compiled already.
         """
         if self.compiling is not None or self.measured is None:
             return self

@@ -1,8 +1,8 @@
 """Variants of a step -> the `Candidate`s that compete: each is a graph of a variant, cut into stages.
 
-A deeper variant is built when no other promises to fit for less than the forward passes that it repeats. If it is known
-which values a variant has in parts, a sketch (the plain graph with these values small) first estimates whether it is
-worth a graph.
+A deeper variant is built only if no other promises to fit for less than the forward passes that it repeats. If the
+values that a variant splits into parts are known, a sketch (the plain graph with these values small) first estimates
+whether the variant is worth a graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from ._ledger import CompiledCandidate
 
 CHEAP = 0.002
 """A plan of at most this overhead is not worth another round, nor is a gain of half of it: a thousandth of a day's
-training is 86 s, about what another compilation of a large step takes."""
+training is 86 s, about the time of another compilation of a large step."""
 
 EXACTLY, INEXACTLY, HOST = range(3)
 """The order in which variants are tried, so that rounding or host memory never makes a plan worse."""
@@ -33,19 +33,20 @@ LEAST_SLACK = 0.02
 may cost several times the step."""
 
 LARGE_SLACK = 0.25
-"""If that exceeds this share of what a built variant needs without any schedule, `LEAST_SLACK` is relative to the
-latter."""
+"""If that slack exceeds this share of the temporaries of a built variant (without a schedule), `LEAST_SLACK` is
+relative to the latter."""
 
 SKETCHED = 4
 """A minimum cut within a budget recomputes up to this multiple of the integer program's time: 0.18 of the step instead
-of 0.04, in GPT of 4 layers within a third of its temporaries with its loss in 4 chunks."""
+of 0.04, for GPT of 4 layers within a third of its temporaries, with its loss in 4 chunks."""
 
 SKETCH_SLACK = 0.1
 """A sketch may exceed the variant by this share of the plain step's temporaries: with its loss in 2 chunks, that GPT
 fits a fifth of them, and its sketch needs 5 % more."""
 
 SKETCH_SHARE = 0.5
-"""But by no more than this share of the budget's own temporaries: within 3 % of a plain step's a tenth is no limit."""
+"""But by at most this share of the temporaries that the budget allows: for 3 % of the plain step's temporaries, a tenth
+of them is no limit."""
 
 
 class Space(Protocol):
@@ -62,23 +63,23 @@ class Space(Protocol):
         ...
 
     def of(self, variant: Variant) -> Graph | None:
-        """Return the graph of a variant, None where it cannot be made."""
+        """Return the graph of a variant, None if it cannot be built."""
         ...
 
     def known(self, graph: Graph) -> Schedule | None:
-        """Return a schedule of a cutting of the plain graph that is known to be good, None where none is."""
+        """Return a schedule for a cutting of the plain graph that is known to be good, or None."""
         ...
 
 
 @dataclass
 class CandidateSource:
-    """Makes the candidates of a search, variant after variant.
+    """Source of a search's candidates, one variant at a time.
 
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
-    far; the variants `left`, by whether they change numbers, those of most of the step by themselves, whose graphs
-    take longest to make; `plain_nbytes` the least that the plain step needs, once it does not fit; variants in fewer
-    microbatches, or rows in fewer chunks, than those of least memory, the `shallower` ones; by variant and room in
-    bytes whether what was `sketched` fits, and what it costs.
+    far; the variants `left`, by whether they change results, with those of most of the step in a separate list, because
+    their graphs take longest to build; `plain_nbytes`, the least peak of the plain step, set once it does not fit;
+    `shallower` variants, with fewer microbatches or chunks of rows than those of least memory; `sketched`, by variant
+    and room in bytes: whether the sketch fits, and its extra seconds.
     """
 
     space: Space
@@ -99,36 +100,34 @@ class CandidateSource:
             True: ([*self.variants.inexact()],),
         }
         self.deepest = {False: exact[-1:], True: tuple(self.left[True][0][-1:])}
-        # What rows in microbatches may do besides, see `_promises`.
+        # Rows in chunks, which microbatches may have inside, see `_promises`.
         self.rows = [each for each in parts if {choice.rule for choice in each.choices} == {ROWS}]
 
     def turn(self, graph: Graph) -> int:
-        """Return when a graph is looked at: those of exact variants first, then those of others, and those with the
-        host's memory last.
-        """
+        """Return the turn of a graph: exact variants first, then inexact ones, and graphs with host memory last."""
         inexact = self.variants.is_inexact(graph.form)
         return HOST if graph.host is not None else INEXACTLY if inexact else EXACTLY
 
     @property
     def turns(self) -> list[int]:
-        """The turns in which there is something to look at."""
+        """The turns that have candidates."""
         return sorted({*map(self.turn, self.made), *([INEXACTLY] if self.left[True][0] else [])})
 
     @property
     def free_seconds(self) -> float:
-        """What no plan goes below: it saves nothing in loops, as the plain step may, and recomputes nothing. Where
-        the compiler refuses the plain step, what all plans do otherwise may take less.
+        """A lower bound on the extra seconds of plans: of one that recomputes nothing, in loops too. If the plain step
+        does not compile, the forms that all plans must use instead may take less.
         """
         least = min(self.variants.estimate(self.variants.required).more_seconds, 0.0)
         return min(self.graph.extra_seconds, 0.0) + least
 
     @property
     def cheap_seconds(self) -> float:
-        """Plans of at most so many extra seconds are not worth another round."""
+        """The extra seconds up to which a plan is not worth another round."""
         return self.free_seconds + CHEAP * self.graph.step_seconds
 
     def make(self, variant: Variant) -> list[Graph]:
-        """Add the graphs of a variant, if it can be made, and return them."""
+        """Build the graphs of a variant, add them, and return them; none if the variant cannot be built."""
         for left in chain(*self.left.values()):
             if variant in left:
                 left.remove(variant)
@@ -139,7 +138,7 @@ class CandidateSource:
         return made
 
     def _look_inside(self, variant: Variant) -> None:
-        """Add what may be done besides in most of the step in chunks, behind all that is cheaper."""
+        """Add the variants with further forms inside the chunks of this one, behind all cheaper variants."""
         left = self.left[False][-1]
         for inside in self.variants.inside(variant):
             seconds = self.variants.estimate(inside).more_seconds
@@ -147,13 +146,14 @@ class CandidateSource:
             left.insert(max(cheaper, default=-1) + 1, inside)
 
     def add_variant(self, seconds: float | None, allowance: Callable[[Variant], int], turn: int) -> bool:
-        """Make the next variant of a turn that may fit, if none is known that takes less; return whether there was one.
+        """Build the next variant of a turn that may fit and be faster than the best so far; return whether one was
+        built.
 
-        A graph takes as long as several solves: those that may fit only if their sketches need more than they do are
-        made last, while nothing fits.
+        A graph takes as long as several solves. So variants that fit only if their sketches overestimate them are built
+        last, and only while nothing fits.
 
-        **Arguments:** `seconds` that the best so far takes, None if nothing fits; `allowance` returns the predicted
-        peak to ask of a variant.
+        **Arguments:** `seconds` extra of the best so far, None if nothing fits; `allowance` returns the predicted peak
+        allowed for a variant.
         """
         inexact = turn == INEXACTLY
         for sketched in (False, True) if seconds is None else (False,):
@@ -167,15 +167,15 @@ class CandidateSource:
                     if not (may_fit or variant in self.deepest[inexact]):
                         continue
                     room = self._sketch_room(budget) if sketched else budget
-                    # What host memory is worth, no sketch says.
+                    # Sketches have no host memory, so they cannot rule out variants that use it.
                     if (turn == HOST or self._promises(variant, seconds, room)) and self.make(variant):
                         return True
         return False
 
     def _promises(self, variant: Variant, seconds: float | None, budget: int) -> bool:
-        """Return whether a variant may win, by a sketch of its graph: whether that fits, and once something does,
-        whether it may take less. Of most of the step in chunks it is enough that it may with rows in chunks inside:
-        which these are is known when it is made, but in each microbatch they are about those of the plain step.
+        """Return whether a variant may win, by a sketch of its graph: whether it fits, and once a plan fits, whether it
+        may be faster. A variant with most of the step in chunks may also win with rows in chunks inside. The exact rows
+        are known only once it is built, but in each microbatch they are about those of the plain step.
         """
         whole = self.variants.estimate(variant).whole
         return any(
@@ -192,18 +192,18 @@ class CandidateSource:
         worthwhile -= CHEAP / 2 * self.graph.step_seconds
         if worthwhile < 0:
             return False
-        # A sketch leaves out the sums that microbatches keep, but has whole what rows in chunks hand on.
+        # Sketches omit the sums that microbatches keep, but overestimate the values that chunks of rows pass on.
         sketch = self._sketch(variant, budget if estimate.whole else self._sketch_room(budget))
         return sketch is None or sketch[1] <= SKETCHED * worthwhile
 
     def _sketch_room(self, budget: int) -> int:
-        """Return what the sketch of a variant may need that fits a budget."""
+        """Return the largest peak of a sketch whose variant may still fit a budget."""
         beside = max(budget - self.graph.base_nbytes, 0)
         return budget + int(min(SKETCH_SLACK * self.temporaries_nbytes, SKETCH_SHARE * beside))
 
     def _sketch(self, variant: Variant, room: int) -> tuple[bool, float] | None:
-        """Return whether a sketch of a variant's graph fits, and what its values cost then, None where there is
-        none.
+        """Return whether a sketch of a variant's graph fits, and the seconds of its recomputation; None if it has no
+        sketch.
         """
         if (variant, room) not in self.sketched:
             sketch = self.variants.sketch(self.graph, variant)
@@ -216,10 +216,11 @@ class CandidateSource:
         return self.sketched[variant, room]
 
     def make_lowest(self, most_seconds: float) -> None:
-        """Add the graphs of the variants that may need the least memory at an affordable overhead, of all that are not
-        made yet: the first that is near the least of all, of those without levels, of these that divide no work, which
-        are cheap where parts turn out to cost too much, of those that change numbers, of microbatches, and of these
-        with rows in chunks inside; no others are made then.
+        """Build the variants that may need the least memory at an affordable overhead, and leave no others to build.
+
+        One each, the first that is near the least of its group: exact variants without levels; those of them that split
+        no work, which stay cheap if parts turn out to cost too much; all exact variants; inexact ones; microbatches;
+        and rows in chunks inside the latter.
         """
         most_seconds -= self.graph.extra_seconds
         of = self.variants.estimate
@@ -231,9 +232,9 @@ class CandidateSource:
         made: list[Variant] = []
 
         def make(among: list[Variant]) -> list[Variant]:
-            """Make the one, and return those with rows in chunks inside of it."""
+            """Build the variant of a group, and return the variants with rows in chunks inside it."""
             slack = LEAST_SLACK * self.temporaries_nbytes
-            while among:  # what cannot be made leaves the turn to the next
+            while among:  # if a variant cannot be built, try the next
                 enough = max(of(each).fewer_nbytes for each in among) - slack
                 lowest = next(each for each in among if of(each).fewer_nbytes >= enough)
                 if lowest not in made and not self.make(lowest):
@@ -243,7 +244,7 @@ class CandidateSource:
                 left = self._temporaries_nbytes(lowest)
                 if of(lowest).whole or slack <= LARGE_SLACK * left:
                     return [e for e in self.variants.inside(lowest) if of(e).more_seconds <= most_seconds]
-                # Long sequences' scores are many times all else, of which a share of them would hide what is large.
+                # The scores of long sequences dwarf all other values: a share of them would hide large differences.
                 slack = LEAST_SLACK * left
             return []
 
@@ -257,27 +258,27 @@ class CandidateSource:
         self.end()
 
     def end(self) -> None:
-        """Leave no variant to be made."""
+        """Drop all variants that are not built yet."""
         self.left = {False: ([], []), True: ([],)}
 
     def _temporaries_nbytes(self, variant: Variant) -> int:
-        """Return what a variant that was made needs besides arguments, if it saves nothing that it need not, or drops
-        nothing, whichever is less.
+        """Return the predicted temporaries of a built variant that saves everything, or only the values that it must,
+        whichever is less.
         """
         graph = next(cut for cut in self.made if cut.form == variant)
         schedules = save_all(graph), close_over_dependencies(graph, ())
         return min(simulate(graph, each).peak_nbytes for each in schedules) - graph.base_nbytes
 
     def make_shallower(self) -> list[Graph]:
-        """Add the graphs of the deepest variant that is left of those in microbatches, without levels or with nothing
-        in parts but for them, and return them: where the one that was made turns out to be slower than it promised.
+        """Build the variant of least memory of the `shallower` ones left, and return its graphs: for when the variant
+        of least memory turns out to be slower than estimated.
         """
         return self.make(self.shallower.pop()) if self.shallower else []
 
 
 def _with_and_without_host(graph: Graph) -> list[Graph]:
-    """Return the cuttings of a graph into stages; where values may be in host memory and none must, also those where
-    none are. What copies cost besides is for the compiler to say, and both compete.
+    """Return the cuttings of a graph into stages. If host memory is optional, each is returned also without it: only
+    the compiled step gives the full cost of copies, so both compete.
     """
     made = cuttings(graph)
     if graph.host is None or graph.pinned["offload"]:
@@ -287,10 +288,11 @@ def _with_and_without_host(graph: Graph) -> list[Graph]:
 
 @dataclass
 class Candidate:
-    """One graph, cut into stages: what was `compiled` of it; the predicted peak to ask for next (`allowance`), and the
-    `pending` solution for that, with its rank (`order`), and the `open_seconds` that it may save once it is finished;
-    by how many seconds the model erred on the last of its variant, with host memory; whether no more is to be gained of
-    it (`closed`).
+    """One graph, cut into stages.
+
+    **Fields:** its `compiled` candidates; the predicted peak to solve for next (`allowance`); the `pending` solution
+    for that, its rank (`order`), and the `open_seconds` that finishing it may save; `error_seconds` of the model on the
+    last candidate of its variant, with host memory only; `closed` if no better schedule is expected.
     """
 
     graph: Graph
@@ -304,20 +306,19 @@ class Candidate:
 
     @property
     def expected(self) -> tuple[float, ...]:
-        """The rank if the model errs as it did on the last, where that is known."""
+        """The rank corrected by `error_seconds`."""
         fits, seconds, *more = self.order
         return (fits, seconds + self.error_seconds, *more) if not fits else self.order
 
     def gain(self, seconds: float, best: CompiledCandidate) -> float:
-        """Return what a solution that takes so long may save, if the model errs as it did on the last."""
+        """Return the seconds that a solution may save, if the model errs as it did on the last compiled candidate."""
         last = self.compiled[-1] if self.compiled else best
         return best.seconds - seconds - (last.seconds - last.profile.extra_seconds)
 
 
 def cheapest(candidates: Sequence[Candidate], alike_seconds: float) -> Candidate | None:
-    """Return the cheapest candidate; of those that fit about as cheaply one that leaves host memory alone, and
-    that of the fewest stages: where barriers divide what the compiler would make one kernel of, the model does not see
-    it.
+    """Return the cheapest candidate. Among about equally cheap ones that fit, prefer no copies to host memory, then
+    fewer stages: the model does not see where barriers split a kernel.
     """
     best = min(candidates, key=lambda each: each.expected, default=None)
     if best is None or best.order[0] != 0.0:
@@ -332,12 +333,12 @@ def cheapest(candidates: Sequence[Candidate], alike_seconds: float) -> Candidate
 
 
 def next_allowance(compiled: Sequence[CompiledCandidate], budget: int) -> int:
-    """Return the predicted peak to ask for next: where predicted against compiled peaks so far meet the budget, and
-    nearer to what fits with each in a row that does not, for compiled peaks may follow slowly.
+    """Return the predicted peak to solve for next, by interpolation between the compiled schedules around the budget.
+    Each further miss in a row halves the distance to the one that fits, because compiled peaks may follow slowly.
 
-    Where none fits, less by what is missing, and with each one twice as much. Where none above one that fits exceeds
-    it, more by what is left, and with each one four times as much, or the budget itself where more is left than it
-    errs by: far below it the model may err as it does not near it.
+    If none fits, lower the last predicted peak by the excess, doubled with each miss. If none above the fitting ones
+    exceeds the budget, raise it by the unused room, four times as much with each fit; or go to the budget itself if
+    more room is unused than the model errs by, since its error far below the budget may differ from that near it.
     """
     fits = [each for each in compiled if each.peak_nbytes <= budget]
     exceeds = [each for each in compiled if each.peak_nbytes > budget]

@@ -1,9 +1,8 @@
-"""Exception in one form of a step -> a file that tells how it came about, and one line in the log; another is tried.
+"""Exception in one form of a step -> a file that reproduces it, and one line in the log; another form is tried.
 
-What a form is rewritten to is checked before it is compiled. Law: a defect of this library costs the form that it
-shows in, and not the user's process; so does what the compiler does not compile, which is no defect. What else is
-raised on purpose, what the user's own code raises and what the user interrupts go on their way: only rewriting,
-emitting and compiling run within `attempted`.
+Invariant: a defect of this library costs the form in which it occurs, not the user's process. The same holds for a form
+that does not compile, which is no defect. Other deliberate errors, errors of the user's code and interrupts propagate:
+only rewriting, emitting and compiling run within `attempted`. A rewritten form is checked before it is compiled.
 """
 
 import hashlib
@@ -31,10 +30,10 @@ T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
 
 MOST_NBYTES = 64 * 2**20
-"""Files kept, all together."""
+"""Most bytes of all files together."""
 
 MOST_EQUATIONS = 20_000
-"""A program of more is not written out: that takes minutes."""
+"""A larger program is not written out: that takes minutes."""
 
 _PASSED_ON = (JaxrematError, Warning, MemoryError)
 """Errors that are meant for the user."""
@@ -51,14 +50,14 @@ _reported: set[Path] = set()
 
 
 def reproducers() -> Path:
-    """Return the folder of the files."""
+    """Return the folder of the defects' files."""
     return cache_dir() / "defects"
 
 
 @dataclass(frozen=True)
 class Defects:
-    """Those of one step. **Fields:** `program` with `args` and `kwargs`; `compiler` what compiles it, in words;
-    `uncompiled` by form the last error of those that the compiler did not compile.
+    """The defects of one step. **Fields:** `program` with `args` and `kwargs`; `compiler` its name, as text;
+    `uncompiled` the last error of each form that did not compile.
     """
 
     program: Program
@@ -75,10 +74,10 @@ class Defects:
         graph: Graph | None = None,
         solution: Solution | None = None,
     ) -> T | None:
-        """Return what `make` gives; None where it fails as it should never, which is reported.
+        """Return the result of `make`; None if it does not compile, or fails by a defect, which is reported.
 
-        **Arguments:** `what` is done, in words; `form` of the step; `graph` and `solution` what is emitted, if
-        anything is.
+        **Arguments:** `what` names the attempt, as text; `form` of the step; `graph` and `solution` if a schedule is
+        emitted.
         """
         try:
             return make()
@@ -92,13 +91,13 @@ class Defects:
             return None
 
     def note(self, form: Variant, error: CompilationError) -> None:
-        """Note that the compiler does not compile a form."""
+        """Record that a form does not compile."""
         if form not in self.uncompiled:
             logger.warning("not compiled, so another form is tried: %s: %s", form, error.why)
         self.uncompiled[form] = error
 
     def no_form(self, step: str) -> CompilationError:
-        """Return that no form of a step is compiled, with the reason for each."""
+        """Return the error that no form of a step compiles, with the reason for each."""
         tried = "; ".join(f"{form}: {error.why}" for form, error in self.uncompiled.items())
         reasons: dict[Reason, None] = dict.fromkeys(each.reason for each in self.uncompiled.values())
         return CompilationError(
@@ -108,8 +107,8 @@ class Defects:
         )
 
     def _report(self, error: Exception, what: str, lines: Sequence[str]) -> None:
-        """Write the file of a defect and say so, once in a process."""
-        closed = self.program.plain.trace(*self.args, **self.kwargs).jaxpr  # JAX has it still
+        """Write the file of a defect and log its path, once in a process."""
+        closed = self.program.plain.trace(*self.args, **self.kwargs).jaxpr  # from JAX's cache of traces
         frames = traceback.extract_tb(error.__traceback__)
         places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
         key = "\n".join([type(error).__name__, *places, *map(str, closed.in_avals)])
@@ -136,9 +135,9 @@ class Defects:
 
 
 def run_as_written(asked: Budget, peak_nbytes: int, budget_nbytes: int, margin_nbytes: int) -> None:
-    """Warn that a step runs as written, because no form of it could be made.
+    """Warn that a step runs as written, because no form of it could be built.
 
-    **Raises:** `InfeasibleBudgetError` where that exceeds what the budget leaves besides its margin.
+    **Raises:** `InfeasibleBudgetError` if its peak exceeds the budget less the margin.
     """
     said = (
         f"No form of the step could be built for the budget {asked!r}, because of a defect in jaxremat (see "

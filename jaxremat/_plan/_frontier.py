@@ -1,6 +1,6 @@
-"""Plans of one step -> its frontier: what each budget costs, as a table, a picture and JSON.
+"""Plans of one step -> its frontier: the extra time of each budget, as a table, a plot and JSON.
 
-Law: more budget never costs more time, by the measure that chose the plans (`Frontier.cost`).
+Invariant: more budget never costs more time, by the measure that chose the plans (`Frontier.cost`).
 """
 
 import json
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Point:
     """One budget of a frontier.
 
-    **Fields:** `plan` the best known within the budget; `kind` where the budget comes from: the `"plain"` step, a
-    vertex of the convex `"hull"`, a `"budget"` between them, the `"least"` memory.
+    **Fields:** `plan` the best known within the budget; `kind` the origin of the budget: the `"plain"` step, a vertex
+    of the convex `"hull"`, a `"budget"` between vertices, the `"least"` memory.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class Point:
 
     @property
     def peak_nbytes(self) -> int:
-        """The compiled peak, or the predicted one where nothing was compiled."""
+        """The compiled peak, or the predicted one if nothing was compiled."""
         return self.plan.compiled_peak_nbytes or self.plan.predicted_peak_nbytes
 
     @property
@@ -61,14 +61,14 @@ class Point:
 
     @property
     def gap(self) -> float:
-        """How far the predicted overhead may be from the best, as a share of the plain step."""
+        """A bound on the predicted overhead above the best plan's, as a share of the plain step's time."""
         return self.plan.gap
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A rule that knows no budget, to compare with. **Fields** as of `Point`; what was not compiled is None: what is
-    predicted to take much longer than the least memory does.
+    """A hand-written rule without a budget, to compare with. **Fields** as in `Point`. The compiled ones are None if
+    the rule was not compiled, because it is predicted to be much slower than the plan of least memory.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Policy:
 
     @property
     def peak_nbytes(self) -> int:
-        """The compiled peak, or the predicted one where it was not compiled."""
+        """The compiled peak, or the predicted one if the rule was not compiled."""
         return self.compiled_peak_nbytes or self.predicted_peak_nbytes
 
 
 @dataclass(frozen=True)
 class Frontier(Written):
-    """The cost of a step within each of several budgets. Made by `jaxremat.sweep`; iterates over its points.
+    """The extra time of a step within each of several budgets, from `jaxremat.sweep`. Iterates over its points.
 
     **Fields:**
 
@@ -93,7 +93,7 @@ class Frontier(Written):
     - `policies`: hand-written rules, with the same stages and barriers.
     - `bounds`: pairs (price, share): in the solver's model, no plan of the points' variants that recomputes each stage
       independently has an overhead below share - price x predicted peak in bytes.
-    - `judged`: which overhead chose the plans: `"compiled"` where the compiler fuses much, as on GPUs, else
+    - `judged`: the overhead that chose the plans: `"compiled"` where the compiler fuses much, as on GPUs, else
       `"predicted"`.
     - `device`: its name; `fingerprint`: the program's.
     """
@@ -147,8 +147,7 @@ class Frontier(Written):
     def within(self, budget: Budget) -> Point:
         """Return the fastest point within a budget, in bytes or as a share such as `"50%"` of the plain step's peak.
 
-        **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for a share of something that a frontier does
-        not know.
+        **Raises:** `InfeasibleBudgetError` if none fits; `BudgetError` for a share of something unknown to a frontier.
         """
         memory = self.plain.plan.memory
         parts = None if memory is None else (memory.base_nbytes, memory.temporaries_nbytes)
@@ -184,7 +183,7 @@ class Frontier(Written):
         return max((share - price * peak_nbytes for price, share in self.bounds), default=0.0)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Return memory against time: the points, the plain step, rules by hand, the lower bound and the knee.
+        """Plot memory against time: the points, the plain step, hand-written rules, the lower bound and the knee.
 
         Needs matplotlib (`pip install ".[tools]"`).
 
@@ -192,7 +191,7 @@ class Frontier(Written):
 
         **Returns:** the axes; `plot().figure.savefig("frontier.png")` writes a file.
 
-        **Raises:** `InstallError` where matplotlib is missing.
+        **Raises:** `InstallError` if matplotlib is missing.
         """
         from .._report._frontier_plot import plot
 
@@ -200,7 +199,7 @@ class Frontier(Written):
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """Return the fields as format 2 has them: in format 1 each plan said its own format."""
+        """Return the fields in format 2. In format 1, each plan stated its own format."""
         if version != 1:
             return None
         plans = [asdict(Plan.from_json(json.dumps(point["plan"]))) for point in data["points"]]
@@ -212,9 +211,9 @@ class Frontier(Written):
 
 
 def monotone(points: Iterable[Point], cost: Callable[[Point], float]) -> tuple[Point, ...]:
-    """Points by falling budget, one for each, with the best of all their plans that fits it.
+    """Return the points by falling budget, one for each, with the best of all their plans that fits.
 
-    How far a plan is known to be from the best is the bound of the budget that it moves to.
+    A plan that moves to another budget takes the lower bound of that budget.
     """
     points = tuple(points)
     found: dict[int, Point] = {}

@@ -1,6 +1,6 @@
-"""Graph, allowance -> a schedule; schedule -> compiled: the ledger of a search, with the seconds and work of both.
+"""Graph, allowance -> a schedule; schedule -> a compiled step: the ledger of a search, with the time and work of both.
 
-Invariant: no answer is worse, by the model, than one that the solver gave before for the same graph.
+Invariant: no solution is worse, by the model, than an earlier one of the same graph.
 """
 
 import math
@@ -28,14 +28,14 @@ from .._solver._interface import Staged
 COMPILATIONS = 2
 MORE_COMPILATIONS = 6
 EQUATIONS = 6000
-"""A search compiles 2 plans, and 6,000 divided by its step's number of equations more, but at most 8: a thousand
-equations take XLA 2 to 5 s, so all compilations take at most three of the plain step plus 15 s."""
+"""A search compiles 2 plans, plus 6,000 divided by the step's number of equations, at most 8 in all: XLA takes 2 to 5 s
+for a thousand equations, so all compilations take at most three times the plain step's plus 15 s."""
 
 WHILE_NOTHING_FITS = 2
 """Multiple of that number while no plan fits."""
 
 SOLVES = 10
-"""For each of these compilations: two for each form of the step that a round compares."""
+"""Most solves for each of these compilations: two for each form of the step that a round compares."""
 
 FIRST_SOLVES, FIRST_SHARE, LATER_SHARE = 12, 1 / 3, 1 / 10
 """The first solves get the first share of the time limit, later ones the second: with many forms each is worth less."""
@@ -46,17 +46,17 @@ LEAST_SOLVE_SECONDS = 1.0
 
 @dataclass
 class Effort:
-    """The work of a search, which ends it.
+    """The work of a search, and its limits.
 
-    Work is counted, not timed, so that a warm cache or a busy machine changes no plan; a clock ends a search only where
-    the user gave `planning_seconds`, and the plan says so. What is begun is not stopped.
+    Work is counted, not timed, so that a warm cache or a busy machine changes no plan. A clock ends a search only if
+    the user gave `planning_seconds`, and the plan says so. Running solves and compilations are not interrupted.
 
-    **Fields:** `stopwatch` since planning began; `equations` of the step; `planning_seconds` that the user gave;
-    `limited` whether work is; `turns` in which plans are looked for, which have as much work each and share the user's
-    seconds; `turn` the present one, from 1 on; `unfused_builds` whether what is compiled in search is compiled anew to
-    run; `interruptible` whether Ctrl-C ends it with the best so far; `fits` whether there is a program that does
-    anyway; `compile_seconds` of the last plan, at first of the plain step; `compilations` of plans and `solves` so far;
-    `exhausted` whether a limit on work has ended the search.
+    **Fields:** `stopwatch` since planning began; `equations` of the step; `planning_seconds` from the user; `limited`
+    whether work is limited; `turns` of the search, each with the same limit of work and a share of the user's seconds;
+    `turn` the current one, from 1 on; `unfused_builds` whether the plan is compiled again to run; `interruptible`
+    whether Ctrl-C ends the search with the best plan so far; `fits` whether the plain step fits; `compile_seconds` of
+    the last plan, at first of the plain step; `compilations` of plans and `solves` so far; `exhausted` whether a limit
+    of work has ended the search.
     """
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -74,20 +74,19 @@ class Effort:
     exhausted: bool = False
 
     def most(self, fits: bool) -> int:
-        """Return how many compilations one turn may take."""
+        """Return the most compilations of one turn."""
         most = COMPILATIONS + min(MORE_COMPILATIONS, EQUATIONS // max(self.equations, 1))
         return most if fits or self.fits else WHILE_NOTHING_FITS * most
 
     @property
     def left_seconds(self) -> float:
-        """The user's, in this turn."""
+        """The rest of the user's `planning_seconds` for this turn."""
         finishing = self.compile_seconds if self.unfused_builds else 0.0
         return self.turn * self.planning_seconds / self.turns - self.stopwatch.seconds - finishing
 
     def allows(self, fits: bool, more: int = 0) -> bool:
-        """Return whether one more plan may be compiled, once something fits or while nothing does.
-
-        **Arguments:** `more` compilations than a turn may take.
+        """Return whether one more plan may be compiled. **Arguments:** `fits` whether a plan fits already; `more`
+        compilations in addition to a turn's limit.
         """
         if self.left_seconds < self.compile_seconds:
             self.stopwatch.interrupted = True
@@ -98,17 +97,17 @@ class Effort:
         return allowed
 
     def compiled(self, seconds: float) -> None:
-        """Count a plan that was compiled."""
+        """Count a compiled plan."""
         self.compilations += 1
         self.compile_seconds = seconds
 
     def solving(self, time_limit: float) -> float:
-        """Count a solve, and return the seconds for it."""
+        """Count a solve, and return its time limit."""
         self.solves += 1
         return self.limit(time_limit)
 
     def limit(self, time_limit: float) -> float:
-        """Return the seconds for the last solve, of those that the user allows at most."""
+        """Return the time limit of the last counted solve, given the user's limit for a solve."""
         if self.limited:
             time_limit *= FIRST_SHARE if self.solves <= FIRST_SOLVES else LATER_SHARE
         left = max(self.left_seconds, LEAST_SOLVE_SECONDS)
@@ -120,21 +119,21 @@ class Effort:
 
 
 SLACK = 0.02
-"""A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round,"""
+"""A plan with some overhead that leaves this share of the budget for temporaries unused is worth another round."""
 
 UNPROVEN = 0.1
-"""and so is one that uses it, where the solver was left as far, as a share of the step, from its own bound."""
+"""So is one that uses the budget, if its overhead exceeds the solver's bound by more than this share of the step."""
 
 DOUBT = 0.05
-"""If the model's seconds decide, extra seconds of the compiled kernels count only above this share of a step."""
+"""Where the model's seconds decide, extra seconds of the compiled kernels count only above this share of a step."""
 
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """One emitted and compiled schedule, of a graph with some cutting into stages.
+    """One emitted and compiled schedule of a graph with its stages.
 
-    **Fields:** `compiled_overhead` None where the plain step's time is not known; `detached` as of `_emit.emit`;
-    `ended_seconds` since planning began when it was there.
+    **Fields:** `compiled_overhead` None if the plain step's time is unknown; `detached` as in `_emit.emit`;
+    `ended_seconds` from the start of planning to the end of its compilation.
     """
 
     graph: Graph
@@ -152,8 +151,8 @@ class CompiledCandidate:
 
     @property
     def seconds(self) -> float:
-        """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless those are
-        many: what the compiler makes of a form may be another program than the model has in mind.
+        """Extra seconds of a step: by the compiled kernels where reductions are fused, else by the model, unless the
+        kernels take many more: the compiler may turn a form into a program that the model does not expect.
         """
         if self.compiled_overhead is None:
             return self.profile.extra_seconds
@@ -164,17 +163,17 @@ class CompiledCandidate:
 
     @property
     def beyond_nbytes(self) -> int:
-        """The difference of the compiled peak and the predicted one."""
+        """The compiled peak minus the predicted one."""
         return self.peak_nbytes - self.profile.peak_nbytes
 
     def fills(self, budget: int) -> bool:
-        """Return whether it uses the budget, and is about the cheapest that would."""
+        """Return whether it fits, uses the budget, and is about the cheapest schedule that does."""
         room = budget - self.peak_nbytes
         return 0 <= room <= SLACK * (budget - self.graph.base_nbytes) and self.round.gap <= UNPROVEN
 
     @property
     def round(self) -> Round:
-        """The `Round` of a plan for it."""
+        """Its entry in a plan's `rounds`."""
         overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
         return Round(
             predicted_peak_nbytes=self.profile.peak_nbytes,
@@ -192,19 +191,19 @@ class CompiledCandidate:
 
 
 def fastest(among: Iterable[CompiledCandidate]) -> CompiledCandidate | None:
-    """Return the one that takes least, of several the one that needs least; None of none."""
+    """Return the fastest candidate, of equals the one of the least peak; None if there is none."""
     return min(among, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
 
 
 class NoProgramError(Exception):
-    """No variant of a step could be emitted and compiled, which is a defect; not for the user to see."""
+    """No variant of a step could be emitted and compiled, which is a defect. Users never see this error."""
 
 
 class Compiler(Protocol):
     """Emits and compiles solutions."""
 
     def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
-        """Return a solution compiled with a form of barriers (see `_emit`), None where no program came of it."""
+        """Return a solution compiled with a kind of barriers (see `_emit`), None if it could not be built."""
         ...
 
 
@@ -212,10 +211,10 @@ class Compiler(Protocol):
 class Ledger:
     """The record of a search's solves and compilations.
 
-    **Fields:** the user's `solver` and its `time_limit` for each solve; the `effort` that the search takes; the
-    `compiler`, None where nothing is to be compiled; `compiled` candidates in order; `seconds` spent in solvers; the
-    schedules that were `solved`, within other allowances too; `failed` the `id`s of graphs of which no program came;
-    the `rounds` of plans for other budgets, which say how the model errs.
+    **Fields:** the user's `solver` and its `time_limit` for each solve; the `effort` of the search; the `compiler`,
+    None if nothing is to be compiled; `compiled` candidates in order; `seconds` spent in solvers; the schedules
+    `solved` so far, for all allowances; `failed` the `id`s of graphs that could not be emitted or compiled; the
+    `rounds` of plans for other budgets, which give the model's error.
     """
 
     solver: Solver
@@ -229,14 +228,14 @@ class Ledger:
     rounds: Sequence[Round] = ()
 
     def __post_init__(self) -> None:
-        # The model is least sure where memory is least: a mere price of memory, which leans on it less, is asked too.
+        # The model is least certain near the least memory: a minimum cut, which depends less on it, is solved too.
         self.of_least: tuple[Solver, ...] = (self.solver, MinCut())
         self._lowest: dict[tuple[int, int], Solution] = {}  # by `id`s of a graph and a solver
         self._finished: set[tuple[int, int]] = set()  # `id`s of graphs, with allowances
 
     def beyond_nbytes(self, form: Variant, budget: int, within_nbytes: float) -> int:
-        """Return what compiled peaks of a variant are above predicted ones at about a budget, by plans for others; 0
-        where none says. Between the nearest of either side it is as near to that of each as the budget is.
+        """Return the excess of a variant's compiled peaks over predicted ones near a budget, by plans for other
+        budgets: linear interpolation between the nearest on either side; 0 if none is within `within_nbytes`.
         """
 
         def distance(of: Round) -> int:
@@ -251,24 +250,24 @@ class Ledger:
         return sum(map(operator.mul, beyond, weights)) // (sum(weights) or 1)
 
     def likely_beyond_nbytes(self, form: Variant) -> int | None:
-        """Return the least by which compiled peaks were above predicted ones of variants that do some of what this one
-        does otherwise; None where nothing of the kind was compiled.
+        """Return the least excess of compiled peaks over predicted ones among variants that share a form with this one;
+        None if none of them was compiled.
         """
         alike = (each for each in self.compiled if each.graph.form.overlaps(form))
         return min((each.beyond_nbytes for each in alike), default=None)
 
     def some(self) -> list[CompiledCandidate]:
-        """Return what was compiled. **Raises:** `NoProgramError` where that is nothing."""
+        """Return the compiled candidates. **Raises:** `NoProgramError` if there is none."""
         if not self.compiled:
             raise NoProgramError
         return self.compiled
 
     def best(self, budget: float) -> CompiledCandidate | None:
-        """Return the cheapest that fits so far."""
+        """Return the fastest compiled candidate that fits a budget, or None."""
         return fastest(each for each in self.compiled if each.peak_nbytes <= budget)
 
     def compile(self, graph: Graph, solution: Solution, fence: str = FINISHED) -> CompiledCandidate | None:
-        """Compile a solution, and note the seconds of solving since the one before; None where no program came."""
+        """Compile a solution, and record the solver's seconds since the last one; None if it could not be built."""
         found = None
         if self.compiler is not None and id(graph) not in self.failed:
             found = self.compiler.compile(graph, solution, fence)
@@ -286,8 +285,8 @@ class Ledger:
         return any(each.graph.form == graph.form for each in same)
 
     def has_like(self, graph: Graph, solution: Solution) -> bool:
-        """Return whether a schedule of the same variant was compiled that needs and takes the same by the model, be it
-        of another cutting.
+        """Return whether a schedule of the same variant, of any cutting, with the same predicted peak and time was
+        compiled.
         """
         profile = simulate(graph, solution.schedule)
         needs = profile.peak_nbytes, profile.extra_seconds
@@ -295,18 +294,18 @@ class Ledger:
         return any((each.profile.peak_nbytes, each.profile.extra_seconds) == needs for each in same)
 
     def know(self, graph: Graph, schedule: Schedule) -> None:
-        """Remember a schedule that was found elsewhere."""
+        """Record a schedule from elsewhere."""
         self.solved.append((graph, schedule, simulate(graph, schedule)))
 
     def lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
-        """Return the solution of least predicted peak, of one of the solvers `of_least`."""
+        """Return the solution of least predicted peak by one of the solvers `of_least`."""
         key = id(graph), id(solver or self.solver)
         if key not in self._lowest:
             self._lowest[key] = self.within(graph, None, solver)
         return self._lowest[key]
 
     def is_lowest(self, solution: Solution, solver: Solver | None = None) -> bool:
-        """Return whether it is one of those, of this solver where one is named."""
+        """Return whether a solution is a result of `lowest`, by the given solver if any."""
         return any(
             solution is found
             for (_, own), found in self._lowest.items()
@@ -314,7 +313,7 @@ class Ledger:
         )
 
     def lowest_compiled(self, graph: Graph, solver: Solver) -> list[CompiledCandidate]:
-        """Return what was compiled of a variant that this solver takes for the least memory, in any cutting."""
+        """Return the compiled candidates of a variant, in any cutting, that are a solver's least-memory solutions."""
         alike = (each for each in self.compiled if each.graph.alike(graph))
         return [each for each in alike if self.is_lowest(each.solution, solver)]
 
@@ -323,7 +322,7 @@ class Ledger:
     ) -> Solution:
         """Return the solution within an allowance, None for the least memory. **Raises:** `SolverError`.
 
-        **Arguments:** `begin` whether one that `finished` may improve is enough.
+        **Arguments:** `begin` leaves out the solver's last stage, which `finished` runs.
         """
         solver = solver or self.solver
         solve = solver.begin if begin and isinstance(solver, Staged) else solver.solve
@@ -339,15 +338,17 @@ class Ledger:
         return self._never_worse(graph, allowance, solution) if solver is self.solver else solution
 
     def has_finished(self, graph: Graph, allowance: int) -> bool:
-        """Return whether `finished` would change nothing: what was finished before is never worse."""
+        """Return whether `finished` would return the same solution."""
         return not isinstance(self.solver, Staged) or (id(graph), allowance) in self._finished
 
     def open_seconds(self, graph: Graph, allowance: int, begun: Solution) -> float:
-        """Return what finishing a solution may save: what its stages recompute that the one before has."""
+        """Return the seconds that finishing a solution may save: those of values that a stage recomputes although the
+        previous one has them.
+        """
         return 0.0 if self.has_finished(graph, allowance) else repeated_seconds(graph, begun.schedule)
 
     def finished(self, graph: Graph, allowance: int, begun: Solution) -> Solution:
-        """Return the solution of which the solver has begun."""
+        """Return the result of the solver's last stage for a solution that it began."""
         if not isinstance(self.solver, Staged) or self.has_finished(graph, allowance):
             return begun
         self._finished.add((id(graph), allowance))
@@ -366,7 +367,7 @@ class Ledger:
         self.seconds += time.monotonic() - began
 
     def tried(self, graph: Graph, allowance: int) -> Solution | None:
-        """Return the same; None where it needs more, or no solver answers: whoever asks can do without."""
+        """Return the solution within an allowance; None if it exceeds that or the solver fails."""
         try:
             solution = self.within(graph, allowance)
         except (SolverError, InstallError):
@@ -374,8 +375,8 @@ class Ledger:
         return solution if simulate(graph, solution.schedule).peak_nbytes <= allowance else None
 
     def _never_worse(self, graph: Graph, allowance: int | None, solution: Solution) -> Solution:
-        """Return the solution, with the best schedule that the solver has found before in place of its own, if that is
-        better: it may have come to the end of its work.
+        """Return the solution, with an earlier schedule of the same graph in place of its own if that is better: the
+        solver may have hit its limits.
         """
         self.know(graph, solution.schedule)
         if allowance is None:

@@ -1,6 +1,6 @@
-"""Step, arguments -> what a plan for them is made for, in words: versions, places, types, shardings.
+"""Step, arguments -> `MadeFor`, as text: jax's version, the mesh, places, types and shardings of arguments.
 
-Invariant: a step and arguments of which all of this is equal have the same program, unless the step's own code differs.
+Invariant: two calls with equal `MadeFor` have the same program, unless the step's code differs.
 """
 
 import re
@@ -20,7 +20,7 @@ _LONGEST = 60  # characters of a static argument
 
 
 def made_for(program: Program, args: Args, kwargs: Kwargs) -> MadeFor:
-    """Return what a plan for these arguments (arrays or `jax.ShapeDtypeStruct`s) is made for."""
+    """Return the `MadeFor` of these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
     found, _ = tree_flatten_with_path(program.dynamic(args, kwargs))
     places = [_place(path) for path, _ in found]
     infos = jax.tree.leaves(program.plain.trace(*args, **kwargs).args_info)
@@ -35,12 +35,12 @@ def made_for(program: Program, args: Args, kwargs: Kwargs) -> MadeFor:
 
 
 def placeless(text: str) -> str:
-    """Return a text without the places of objects in memory, which are others in each process."""
+    """Return a text without the memory addresses of objects, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _place(path: Sequence[object]) -> str:
-    """Return `0['w']` of the first argument, `batch['x']` of one that is given by name."""
+    """Return the place of a leaf, such as `0['w']` in the first argument, or `batch['x']` in a keyword argument."""
     first, *rest = path[1:]
     return f"{getattr(first, 'idx', getattr(first, 'key', first))}{keystr(tuple(rest))}"
 

@@ -1,13 +1,12 @@
-"""Plan of nearly the same step -> a plan of this one, certified as any other, or None where a new search is better.
-
-Nearly the same is a step with equal equations except for shapes: another batch size, another sequence length, the last
-batch of an epoch. Its plan says in which form the step runs, where stages begin, which values XLA writes to memory and
-which are worth saving, so neither the plain step nor candidates need to be compiled. Shapes may change the equations:
-chunks that do not divide the rows add some, and their order follows sizes. So equations of the two are matched by
-content (`Outline`).
+"""Plan of a neighbour (nearly the same step) -> a plan of this step, or None if a new search is better.
 
 Invariant: at most one solve and two compilations; a returned plan was compiled for this step and is within its budget.
 If its schedule takes longer than the neighbour's by the model, no other form promises to take much less.
+
+A neighbour's equations differ only in shapes: another batch size or sequence length, the last batch of an epoch. Its
+plan gives the form of the step, the stages, the values that XLA writes to memory and those worth saving, so neither the
+plain step nor candidates need to be compiled. Shapes may change the equations: chunks that do not divide the rows add
+some, and the order of equations depends on sizes. So equations of the two steps are matched by content (`Outline`).
 """
 
 import logging
@@ -47,24 +46,24 @@ MORE = 0.02
 gains little more."""
 
 FITS_ANYWAY = 0.5
-"""A step whose estimate is at most this share of the budget fits as written, which costs nothing."""
+"""A step whose estimated peak is at most this share of the budget is taken to fit as written, at no extra time."""
 
 UNUSED = 0.1
 """If the neighbour's schedule recomputes and leaves this share of the room for temporaries unused, a new one is
 solved."""
 
 SAFETY = 0.01
-"""Share of the room for temporaries that a solve leaves free, twice the model's usual error between two batches: this
-saves a second compilation."""
+"""Share of the room for temporaries that a solve leaves free, to save a second compilation: twice the model's usual
+error between two batch sizes."""
 
 PROMISED = 0.5
-"""Another form is tried if it promises to cost less than this share: a minimum cut of a sketch errs by that."""
+"""Another form is better if it promises to cost less than this share: a minimum cut of a sketch errs by as much."""
 
 MORE_CHUNKS = 2
-"""Numbers of chunks beyond the neighbour's that are tried if its own do not fit: each takes a graph."""
+"""Larger numbers of chunks that are tried if the neighbour's does not fit: each needs a graph."""
 
 UNSURE = 0.05
-"""If nothing else is known, a neighbour's schedule that misses by this share of the room is compiled too."""
+"""If all else fails, a neighbour's schedule that misses by at most this share of the room is compiled too."""
 
 COMPILATIONS = 2
 
@@ -73,8 +72,8 @@ MATCHED = 0.9
 
 
 def plan_nearby(problem: Problem, request: Request) -> Planned | None:
-    """Return a plan made from the first of the request's neighbours that is near; None where it gives none within the
-    budget, and where only a search can answer: the least memory, or a budget that the step fits as it is written.
+    """Return a plan adapted from the first of the request's neighbours that applies. None if it gives no plan within
+    the budget, or if only a search can answer: for the least memory, or a budget that the plain step fits.
     """
     budget = request.nbytes
     if budget is None or budget == "min" or len(problem.processes) > 1:
@@ -100,10 +99,10 @@ def plan_nearby(problem: Problem, request: Request) -> Planned | None:
 
 
 def _form(graphs: EstimatedGraphs, plan: Plan) -> Variant | None:
-    """Return the form of a neighbour's plan as these shapes have it; None where a plan is of another step, or where
-    these shapes, `allow` or the device rule its form out.
+    """Return the form of a neighbour's plan for these shapes. None if the plan is for another step, or if these shapes,
+    `allow` or the device rule its form out.
 
-    The numbers of parts depend on shapes: of rows the nearest number is taken, of loops as many levels.
+    Numbers of parts depend on shapes: rows get the nearest number of chunks, loops the same number of levels.
     """
     problem = graphs.problem
     simple = plan.stages and plan.outline and not (plan.offloaded or plan.on_host)
@@ -118,14 +117,14 @@ def _form(graphs: EstimatedGraphs, plan: Plan) -> Variant | None:
 
 
 def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline, names: Sequence[str]) -> Choice | None:
-    """Return what this step may have of a choice of another, None where it has nothing.
+    """Return this step's nearest choice to one of the neighbour, None if there is none.
 
     **Arguments:** `names` of this step's regions of rows.
     """
     rule, site, setting = choice
     if rule == LOOP:
         return _looped(graphs.variants.loops, choice)
-    if rule == INSIDE:  # which has an estimate when chunks are made
+    if rule == INSIDE:  # estimates of these exist only once the chunks are built
         return choice
     able = next((each.estimates for each in graphs.variants.others if each.rule == rule), {})
     if rule != ROWS:
@@ -138,7 +137,7 @@ def _choice(graphs: EstimatedGraphs, choice: Choice, before: Outline, names: Seq
 
 
 def _looped(loops: Loops, choice: Choice) -> Choice | None:
-    """Return as many levels as a pair of loops had."""
+    """Return the choice with as many levels as the pair of loops has in the neighbour."""
     rule, pair, setting = choice
     if not nested(setting):
         return Choice(rule, pair, (loops.lengths[pair],))
@@ -147,9 +146,9 @@ def _looped(loops: Loops, choice: Choice) -> Choice | None:
 
 
 class _Layout(NamedTuple):
-    """The plan of a neighbour on this step in some form.
+    """The plan of a neighbour, applied to this step in some form.
 
-    **Fields:** the `plan` in the numbers of the `graph`, which has its stages; its `own` schedule.
+    **Fields:** the `plan` in the numbers of the `graph`, which has its stages; `own` is the plan's schedule.
     """
 
     plan: Plan
@@ -157,12 +156,12 @@ class _Layout(NamedTuple):
     own: Solution
 
     def temporaries_nbytes(self, solution: Solution) -> int:
-        """Return what a schedule needs besides arguments and outputs, by the model."""
+        """Return the predicted peak of a schedule without arguments and outputs."""
         return simulate(self.graph, solution.schedule).peak_nbytes - self.graph.base_nbytes
 
 
 class _Neighbour:
-    """The plan of a neighbour, followed as far as that is worth it."""
+    """The adaptation of a neighbour's plan to this step, within one solve and two compilations."""
 
     def __init__(
         self,
@@ -190,10 +189,9 @@ class _Neighbour:
         self.solved: tuple[_Layout, Solution] | None = None
 
     def planned(self, form: Variant) -> Planned | None:
-        """Return the first of at most two compiled schedules that fits, None where neither does.
+        """Return the first of at most two compiled schedules that fits, None if neither does.
 
-        What the first needs of memory says how the model errs on this step, where the second has another schedule or
-        form to be chosen.
+        The peak of the first gives the model's error on this step. The second may be another schedule or form.
         """
         for _ in range(COMPILATIONS):
             if (layout := self._cheapest(form)) is None or (solution := self._chosen(layout)) is None:
@@ -212,9 +210,9 @@ class _Neighbour:
         return None
 
     def _chosen(self, layout: _Layout) -> Solution | None:
-        """Return the schedule to compile next, by the first of these attempts that gives one: the neighbour's, where
-        it fits and uses the room; what was solved for, saving less; what is solved for now; the neighbour's, where it
-        nearly fits. None where none does.
+        """Return the schedule to compile next, from the first of these attempts that succeeds: the neighbour's, if it
+        fits and uses the room; the solved one with fewer saved values; a newly solved one; the neighbour's, if it
+        nearly fits. None if all fail.
         """
         most, graph, own = self.temporaries_nbytes, layout.graph, layout.own
         new = all(each.solution is not own for each in self.ledger.compiled)
@@ -231,7 +229,7 @@ class _Neighbour:
         return next((solution for solution in found if solution is not None), None)
 
     def _solved_for(self, layout: _Layout) -> Solution | None:
-        """Return the cheapest schedule of a layout; None where it takes too long."""
+        """Return the solver's schedule of a layout; None if it is too slow."""
         graph = layout.graph
         found = self.ledger.tried(graph, graph.base_nbytes + int((1 - SAFETY) * self.temporaries_nbytes))
         if found is None or not self._is_worth(layout, found):
@@ -240,8 +238,8 @@ class _Neighbour:
         return found
 
     def _saving_less(self, layout: _Layout) -> Solution | None:
-        """Return what was solved for without some of what it saves, so that it fits; None where that takes too long, or
-        was solved for another layout.
+        """Return the solved schedule without some of its saved values, to make it fit. None if that is too slow, or if
+        the solution is of another layout.
         """
         if self.solved is None or self.solved[0] is not layout:
             return None
@@ -252,8 +250,8 @@ class _Neighbour:
         return found if found is not None and self._is_worth(layout, found) else None
 
     def _cheapest(self, form: Variant) -> _Layout | None:
-        """Return the plan in a form, or with rows in more chunks, where these promise to fit and to cost less; None
-        where it is the plan of another program.
+        """Return the layout of a form; if its schedule does not fit, the most promising one of those with rows in more
+        chunks too. None if the plan is for another program.
         """
         first = self._laid_out(form)
         if first is None or first.temporaries_nbytes(first.own) <= self.temporaries_nbytes:
@@ -262,11 +260,11 @@ class _Neighbour:
         return min(layouts, key=self._promise)
 
     def _laid_out(self, form: Variant) -> _Layout | None:
-        """Return the neighbour's plan on this step in a form; None where that has other equations or cannot be made."""
+        """Return the neighbour's plan applied to a form; None if that has other equations or cannot be built."""
         if form not in self.layouts:
             self.layouts[form] = None
             make = partial(self._layout, form)
-            # A pattern may match nothing of this form, or pins may be others.
+            # A pattern may match nothing in this form, or pins may differ from the neighbour's.
             with suppress(HintError, SolverError):
                 self.layouts[form] = self.problem.defects.attempted("rewriting", make, form)
         return self.layouts[form]
@@ -283,13 +281,13 @@ class _Neighbour:
             base_nbytes=self.base_nbytes,
             step_seconds=problem.estimated.step_seconds,
             extra_seconds=self.graphs.variants.estimate(form).more_seconds if form else 0.0,
-            # What is small follows the shapes: more of a smaller step is.
+            # The threshold for small values follows the shapes, so more values of a smaller step are small.
             small_nbytes=max(bare.small_nbytes, like.small_nbytes),
         )
         return _Layout(plan, graph, Solution(check(graph, plan.schedule(graph)), solver=plan.solver))
 
     def _deeper(self, form: Variant) -> list[Variant]:
-        """Return the same with rows in more chunks, of one region after the other."""
+        """Return forms with the rows of one region in more chunks, for each region."""
         sites = {each.rule: each for each in self.graphs.variants.others}
         found = []
         for choice in form.choices:
@@ -300,7 +298,7 @@ class _Neighbour:
         return found
 
     def _promise(self, layout: _Layout) -> float:
-        """Return what a plan takes that fits in this layout: the neighbour's, else that of a minimum cut."""
+        """Return the extra seconds of a schedule that fits in this layout: the neighbour's, else a minimum cut's."""
         graph, own, most = layout.graph, layout.own, self.temporaries_nbytes
         if layout.temporaries_nbytes(own) > most:
             own = MinCut().solve(graph, graph.base_nbytes + most, time_limit=self.ledger.time_limit)
@@ -309,9 +307,7 @@ class _Neighbour:
         return extra_seconds(graph, own.schedule)
 
     def _is_worth(self, layout: _Layout, solution: Solution) -> bool:
-        """Return whether a schedule takes about as long as the neighbour's, or no other form promises a good deal
-        less.
-        """
+        """Return whether a schedule is about as fast as the neighbour's, or no form promises to be much faster."""
         graph = layout.graph
         step = graph.step_seconds or 1.0
         before, more = (extra_seconds(graph, each.schedule) / step for each in (layout.own, solution))
@@ -322,8 +318,8 @@ class _Neighbour:
         return better is None
 
     def _promised(self, layout: _Layout, seconds: float) -> Variant | None:
-        """Return a form that promises to fit and to take less than so many seconds longer than the step as it is
-        written, by a minimum cut of its sketch.
+        """Return a form that promises to fit with less than `seconds` extra over the plain step, by a minimum cut of
+        its sketch; None if there is none.
         """
         variants, plain = self.graphs.variants, self.graphs.plain
         room = self.base_nbytes + self.temporaries_nbytes
@@ -360,10 +356,10 @@ class _Neighbour:
 
 
 def _renumbered(plan: Plan, before: Outline, now: Outline, graph: Graph) -> Plan:
-    """Return a plan in the numbers of another form: of the equations that are in both. Of the others what the form's
-    own graph says holds, and stages begin also where they must.
+    """Return a plan in the equation and value numbers of another form. Equations that are only in the new form take
+    their properties from its graph. Stages also begin where the new form requires it.
 
-    **Arguments:** the outline of the plan's form, and that of the other one with its `graph`.
+    **Arguments:** `before` the outline of the plan's form, `now` that of the other form, with its `graph`.
     """
     nodes = before.matches(now)
     starts, places = before.starts, now.starts
@@ -373,7 +369,7 @@ def _renumbered(plan: Plan, before: Outline, now: Outline, graph: Graph) -> Plan
         return [places[nodes[node]] + v - starts[node]] if node in nodes else []
 
     def stage(node: int) -> int:
-        """Return where a stage begins: with the first equation from there on that is in both."""
+        """Return the new start of a stage: the first equation from the old start on that is in both forms."""
         return next((nodes[i] for i in range(node, len(before.words)) if i in nodes), len(graph.nodes))
 
     cuts = {stage(start) for start, _ in plan.stages}

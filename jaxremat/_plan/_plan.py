@@ -1,4 +1,4 @@
-"""The plans: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
+"""Plans: the results of planning, and the data from which the emitter builds the step; JSON in and out, reports out."""
 
 import math
 import os
@@ -20,13 +20,15 @@ from .._runtime._errors import ArgumentError, PlanMismatchError
 from .._runtime._files import Written
 
 _MOST = 3
-"""How many arguments an error names; of an optimizer's state all would differ."""
+"""Most arguments that an error names: all of an optimizer's state may differ."""
 
 
 @dataclass(frozen=True)
 class MadeFor:
-    """**Fields:** `jax` its version; `mesh` axes and sizes, "" without one; `arguments` the place, type and sharding
-    of each traced argument, of which `donated` are; `static` arguments and their values.
+    """The arguments and versions that a plan was made for.
+
+    **Fields:** `jax` its version; `mesh` axes and sizes, "" without one; `arguments` the place, type and sharding of
+    each traced argument; `donated` the places of donated ones; `static` arguments and their values.
     """
 
     jax: str
@@ -36,7 +38,7 @@ class MadeFor:
     static: tuple[tuple[str, str], ...]
 
     def differences(self, now: "MadeFor") -> list[str]:
-        """Return what of it differs from another, and how."""
+        """Return the differences from another, as text."""
         found = [
             f"{name} was {before or 'none'} and is {after or 'none'}"
             for name, before, after in (("jax", self.jax, now.jax), ("the mesh", self.mesh, now.mesh))
@@ -82,19 +84,19 @@ class Plan(Outcome, Written):
       the two compiled programs, None where not compiled. If the plain step was not compiled, its seconds are the
       model's.
     - `lower_bound`: in the solver's model, no plan with these stages that recomputes each independently costs less
-      than this share of the step. `gap`: the difference to it; 0 if values held from stage to stage beat it.
+      than this share of the step. `gap`: the overhead above it; 0 if values kept from stage to stage beat it.
     - `solver`, `solve_seconds`, `compile_count`: how the plan was found. `rounds`: every schedule that was compiled, in
       order. `planning`: how long it took, in parts.
     - `actions`: one per residual, largest first. `alive`: the arrays in memory at the compiled step's peak besides
       arguments and outputs, largest first; empty where not compiled. `account`: memory and time by module, as modelled.
-    - `form`: which sites of the step run in another form, and which: pairs of scans with nested checkpointing,
+    - `form`: the sites of the step that run in another form, and the forms: pairs of scans with nested checkpointing,
       outermost first (see `_nested_checkpointing`), or with absorbed updates (see `_optimizer_in_backward`); rows in
       chunks (see `_row_regions`); values in fewer bits (see `_encodings`).
-    - `loops`: the same for loops and rows, in words. `copies`: the values that are saved in fewer bits.
+    - `loops`: the forms of loops and rows, as text. `copies`: the values that are saved in fewer bits.
     - `devices`: their number; all bytes are per device. `waiting`: the share of the step's time for which kernels wait
       for copies from host memory.
     - `respect_checkpoint`: whether the user's own checkpoints were kept.
-    - `warnings`: those of planning, repeated whenever the plan is followed.
+    - `warnings`: the warnings of planning, repeated each time that the plan is applied.
     - `fingerprint`: of the program. `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded`: for the emitter. `unrepeated` are the operations that may not run twice; some of them, such as
       collectives, only the compiled plain step shows.
@@ -107,8 +109,8 @@ class Plan(Outcome, Written):
     - `unproved`: parts of the form, in words, that were not proved to compute the step; the library's tests compare
       their results. Empty where nothing was compiled.
     - `decided`: how many values and bytes are saved because decisions run once.
-    - `structure`: a hash of the step that ignores shapes. `outline`: the same of the form's equations.
-      `like`: the fingerprint of the plan of such a step from which this one was made, or "".
+    - `structure`: a hash of the step that ignores shapes. `outline`: the form's equations without shapes, to match them
+      with a neighbour's. `like`: the fingerprint of the neighbour's plan from which this one was adapted, or "".
     - `made_for`: the arguments, mesh and version of jax; None in plans of earlier versions.
     """
 
@@ -134,7 +136,7 @@ class Plan(Outcome, Written):
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """Return the fields as format 3 has them: in format 2 forms were the settings of all sites in a row."""
+        """Return the fields in format 3. In format 2, a form was a list of the settings of all sites."""
         if version != 2:
             return None
         for each in (data, *data["rounds"]):
@@ -143,9 +145,9 @@ class Plan(Outcome, Written):
         return data
 
     def layout(self, graph: Graph) -> Graph:
-        """Return the graph with this plan's stages and materialised values in place of its own.
+        """Return the graph with this plan's stages, materialised values and unrepeated operations in place of its own.
 
-        **Raises:** `PlanMismatchError` where the graph is of another program.
+        **Raises:** `PlanMismatchError` if the graph is of another program.
         """
         if self.materialised and max(self.materialised) >= len(graph.values):
             raise PlanMismatchError(
@@ -170,7 +172,7 @@ class Plan(Outcome, Written):
         return replace(graph, nodes=tuple(nodes))
 
     def schedule(self, graph: Graph) -> Schedule:
-        """Return the schedule of this plan on a graph that has its layout."""
+        """Return this plan's schedule, for a graph from `layout`."""
         schedule = close_over_dependencies(graph, self.saved, self.kept)
         return replace(schedule, offloaded=frozenset(self.offloaded))
 
@@ -195,7 +197,7 @@ class HeldPlan(Actions, Written):
       at once. `plain_nbytes`: what plain JAX keeps between the passes.
     - `overhead`: extra seconds of the backward pass as a share of the seconds of both passes, by a roofline of the
       device. Negative means estimated to be faster.
-    - `solver`: the solver's name. `stage_count`: in how many stages the backward pass recomputes.
+    - `solver`: the solver's name. `stage_count`: the number of stages of the backward pass.
     - `actions`: one for each value that the backward pass reads, largest first.
     - `parts`: which rows run in chunks, in words.
     """
@@ -238,7 +240,7 @@ GivenPlan = Plan | str | os.PathLike[str] | None
 
 
 def given_plan(plan: GivenPlan) -> Plan | None:
-    """Return the plan that a user gives. **Raises:** `ArgumentError`, `PlanMismatchError` where a file holds none."""
+    """Return the plan of a user's argument. **Raises:** `ArgumentError`; `PlanMismatchError` if a file has no plan."""
     if plan is None or isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):

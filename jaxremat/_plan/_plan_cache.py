@@ -1,10 +1,10 @@
-"""Program, request -> the plan on disk that was made for them; or a new one, which is stored there.
+"""Program, request -> the plan cached on disk for them, or a new one, which is stored.
 
-Laws: the key is everything that planning depends on, the planner's own code included, and nothing else. A plan that a
-clock cut short is used, but planned again on the next request, and the better one kept. A cached plan is emitted,
-compiled and compared with its budget like a plan from a file, so the cache can cost time but never memory. If any
-earlier plan fits a budget, the budget is not refused, and no slower plan is returned; for the least memory, no plan is
-returned that needs much more than the least of the earlier ones.
+Invariants: the key is everything that planning depends on, including the planner's code, and nothing else. If a clock
+cut a search short, the next request searches again, and the better plan is kept. A cached plan is emitted, compiled and
+compared with its budget like a plan from a file, so the cache can cost time but never memory. If any earlier plan fits
+a budget, the budget is not refused, and no slower plan is returned. For the least memory, no returned plan needs much
+more than the least of the earlier ones.
 """
 
 import dataclasses
@@ -44,27 +44,27 @@ T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
 
 _SEARCHING = frozenset({"time_limit", "effort", "planning_seconds", "on_interrupt"})
-"""Limits of the search, which do not matter to cached plans."""
+"""Limits of the search: keys of what does not depend on the search leave these fields of `Planning` out."""
 
 _TOLD = ("budget_nbytes", "min_peak_nbytes", "step_seconds")
-"""Attributes of a refusal that are stored besides its text."""
+"""Attributes of a refusal that are stored in addition to its text."""
 
 MOST_NBYTES = 256 * 2**20
-"""Size of all stored plans. A plan of a network with thousands of equations takes some hundred kilobytes."""
+"""Most bytes of stored plans. The plan of a network with thousands of equations has some hundred kilobytes."""
 
 MORE = 0.05
-"""A least peak is much more than another from this share on."""
+"""A plan of the least memory is replaced by an earlier one if that needs less by this share."""
 
 SAVES = 0.005
-"""The newer of two plans within a budget is kept unless it takes longer by this share of the step."""
+"""The newer of two plans within a budget is kept unless it is slower by this share of the step's time."""
 
 
 MOST_ALIKE = 4
-"""Plans of nearly the same step that are tried: each failure may take a compilation."""
+"""Most plans of nearly the same step that are tried: each failure may take a compilation."""
 
 
 class Known(NamedTuple):
-    """A plan by its compiled peak, the share of the step's time that it takes longer, and its file."""
+    """A cached plan: its peak, overhead and file."""
 
     peak_nbytes: int
     overhead: float
@@ -73,10 +73,7 @@ class Known(NamedTuple):
 
 @uncollected
 def recall_or_plan(problem: Problem, request: Request) -> Planned:
-    """Return the plan kept for this request, if there is one that still fits; else a new one.
-
-    **Raises:** as `make_plan`.
-    """
+    """Return the cached plan for this request if it still fits, else a new one. **Raises:** as `make_plan`."""
     request, baseline = _in_bytes(problem, request)
     key = key_of(problem, request.planning, {"known": True}, besides=_SEARCHING)
     if key is None:
@@ -85,9 +82,9 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
 
 
 def _in_bytes(problem: Problem, request: Request) -> tuple[Request, Baseline | None]:
-    """Return the request with its budget in bytes, and what was measured for that.
+    """Return the request with its budget in bytes, and the baseline if one was measured for that.
 
-    A share of the plain step takes a compilation of it, what it says is kept, and plans start from the same one.
+    A share of the plain step's peak needs its compilation. The figures are cached, and planning reuses the baseline.
     """
     measured: list[Baseline] = []
 
@@ -113,7 +110,7 @@ def _in_bytes(problem: Problem, request: Request) -> tuple[Request, Baseline | N
 
 
 class _KeptPlans:
-    """The plans that were made for one program planned in one way, with this budget and with others."""
+    """The cached plans of one program with one set of options, for this budget and others."""
 
     def __init__(self, problem: Problem, request: Request, known: Path, baseline: Baseline | None) -> None:
         self.problem, self.request, self.known, self.baseline = problem, request, known, baseline
@@ -121,10 +118,10 @@ class _KeptPlans:
         self.budget: int | Literal["min"] = request.nbytes
         self.margin = self._margin(self.budget)
         self.path = self._path("plans", self.budget)
-        # A share of a step is other bytes of a larger batch.
+        # Keyed by the budget as written: a share of the plain step is other bytes for a larger batch.
         asked = {"budget": str(read_budget(request.budget)), "margin": str(request.planning.workspace_margin)}
         self.alike = self._path("alike", self.budget, program=problem.structure, **asked)
-        # What is planned in place of a refusal is kept, see `_state_on_host`.
+        # A refusal is stored only where planning goes on with arguments in host memory, see `_state_on_host`.
         refusals = "brief_refusals" if request.briefly else "refusals"
         self.refusal = self._path(refusals, self.budget) if movable(problem).sizes else None
 
@@ -133,8 +130,8 @@ class _KeptPlans:
             raise InfeasibleBudgetError(**refused)
         plan = recall(self.path, Plan.from_json)
         if plan is not None and plan.like and self.request.neighbours is None:
-            plan = None  # which was not planned for this step alone
-        if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
+            plan = None  # it was adapted from a neighbour, which this request excludes
+        if plan is not None and not plan.planning.cut_short:  # otherwise search again
             follow = functools.partial(self._followed, self.path, plan)
             defects = self.problem.defects
             planned = defects.attempted("emitting the cached plan", follow, plan.form)
@@ -145,7 +142,7 @@ class _KeptPlans:
             return self._fresh(stopwatch)
 
     def _fresh(self, stopwatch: Stopwatch) -> Planned:
-        """Make a plan, or take a better one that was made before, and keep it. **Raises:** as `make_plan`."""
+        """Return a new plan, or a better earlier one, and store it. **Raises:** as `make_plan`."""
         try:
             planned = self._nearby() or make_plan(self.problem, self.request, self.baseline)
         except InfeasibleBudgetError as error:
@@ -163,7 +160,7 @@ class _KeptPlans:
         return planned
 
     def _nearby(self) -> Planned | None:
-        """Return a plan made from one of nearly the same step, within this budget, None where that gives none."""
+        """Return a plan within the budget, adapted from one of nearly the same step, or None."""
         given = self.request.neighbours
         if given is None:
             return None
@@ -172,12 +169,12 @@ class _KeptPlans:
         return plan_nearby(self.problem, replace(self.request, neighbours=(*given, *filter(None, kept))))
 
     def _alike(self) -> list[str]:
-        """Return the files of plans of nearly the same step, the newest first; some may have been removed since."""
+        """Return the files of plans of nearly the same step, newest first; some may no longer exist."""
         found = read(self.alike, json.loads) or []
         return [name for name in found if name != self.path.name]
 
     def _kept(self, planned: Planned, there: Plan | None = None) -> Planned:
-        """Keep a plan, and in its place whatever corrects it. **Arguments:** `there` what is kept already."""
+        """Store a plan, and later its correction in its place. **Arguments:** `there` the plan stored already."""
 
         def put(plan: Plan) -> None:
             keep(self.path, plan.to_json())
@@ -188,8 +185,8 @@ class _KeptPlans:
         return planned
 
     def _keep_refusal(self, error: InfeasibleBudgetError, *, interrupted: bool) -> None:
-        """Keep a refusal, which names no more than the least of the known plans needs, and the plan of the least that
-        it names, which is what will be asked for next.
+        """Store a refusal, whose least budget is at most the least of the known plans, and the plan for that budget,
+        which the user is likely to request next.
         """
         if error.least_plan is not None and self.budget != "min":
             path = self._path("plans", error.min_peak_nbytes + self.margin)
@@ -204,8 +201,8 @@ class _KeptPlans:
             keep(self.refusal, json.dumps({"message": str(error), **told}))
 
     def _better(self, plan: Plan | None, stopwatch: Stopwatch) -> Planned | None:
-        """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
-        final where no clock cut the present search short.
+        """Return an earlier plan that is better than this one (or than none), or None. It no longer counts as cut short
+        if the present search was not.
         """
         for each in self._known_better(plan) if self.request.planning.verify else ():
             path = cache_dir() / "plans" / each.file
@@ -224,7 +221,7 @@ class _KeptPlans:
         return None
 
     def _known_better(self, plan: Plan | None) -> list[Known]:
-        """Return those that beat a plan, or none, within the budget or for the least memory; the best first."""
+        """Return the known plans that beat a plan (or none) within the budget or for the least memory, best first."""
         if self.budget == "min":
             most = 0 if plan is None else (1 - MORE) * plan.peak_nbytes
             found = (each for each in self._all() if each.peak_nbytes < most)
@@ -234,7 +231,7 @@ class _KeptPlans:
         return sorted(found, key=lambda each: (each.overhead, each.peak_nbytes))
 
     def _followed(self, path: Path, plan: Plan) -> Planned | None:
-        """Return a plan from a file as it is followed, None where it no longer holds."""
+        """Return a plan from a file, applied to the step; None if it no longer holds."""
         try:
             return apply_plan(self.problem, plan, self.request.planning)
         except (CompilationError, InfeasibleBudgetError, PlanMismatchError) as error:
@@ -242,35 +239,35 @@ class _KeptPlans:
             return None
 
     def _path(self, folder: str, budget: int | Literal["min"], /, **instead: str) -> Path:
-        """Return the file of what belongs to a budget. **Arguments:** `instead` of it and of the program, what tells
-        files apart.
+        """Return the file for a budget. **Arguments:** `instead` overrides entries of the key, such as the budget and
+        the program.
         """
         wanted = {"budget": budget, "margin": self._margin(budget), **instead}
         key = key_of(self.problem, self.request.planning, wanted)
         return cache_dir() / folder / f"{key}.json"
 
     def _margin(self, budget: int | Literal["min"]) -> int:
-        """Return what of a budget stays free."""
+        """Return the bytes of a budget that stay free."""
         return 0 if budget == "min" else parse_margin(self.request.planning.workspace_margin, budget)
 
     def _add(self, plan: Plan, file: Path) -> None:
-        """Add to the known plans one that is kept in this file."""
+        """Add a plan that is stored in a file to the known plans."""
         known = [each for each in self._all() if each.file != file.name]
         known.append(Known(plan.peak_nbytes, self._overhead(plan), file.name))
         store(self.known, json.dumps(known))
 
     def _all(self) -> list[Known]:
-        """Return the known plans, whose files may have been removed since."""
+        """Return the known plans; some files may no longer exist."""
         return read(self.known, lambda text: [Known(*each) for each in json.loads(text)]) or []
 
     def _overhead(self, plan: Plan) -> float:
-        """Return what a plan is judged by: its compiled kernels where they say what a step takes."""
+        """Return the overhead that ranks plans: of the compiled kernels where these give the step's time."""
         more = plan.compiled_overhead if self.problem.backend.fuses_reductions else None
         return plan.overhead if more is None else more
 
 
 def recall(path: Path, parse: Callable[[str], T]) -> T | None:
-    """Return what `keep` wrote there; None where there is none, or where it cannot be read, which is a warning."""
+    """Return the content of a file written by `keep`, parsed; None if it is missing, or unreadable, with a warning."""
 
     def opened(text: str) -> T:
         stored = json.loads(text)
@@ -285,22 +282,22 @@ def recall(path: Path, parse: Callable[[str], T]) -> T | None:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file of the cache, and remove the oldest of its folder where they have become too many."""
+    """Write a file of the cache, and remove the oldest of its folder if they exceed `MOST_NBYTES`."""
     store(path, json.dumps({"sha256": _digest(text), "text": text}))
     trim(path.parent, MOST_NBYTES)
 
 
 def enabled() -> bool:
-    """Return whether the environment lets plans be kept: not with `JAXREMAT_PLAN_CACHE=0`."""
+    """Return whether the environment allows a plan cache: not with `JAXREMAT_PLAN_CACHE=0`."""
     return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
 
 
 def key_of(
     problem: Problem, planning: Planning, wanted: dict[str, object], besides: frozenset[str] = frozenset()
 ) -> str | None:
-    """Return what tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
+    """Return the cache key of a step, its planning options and what is `wanted`; None if nothing may be cached.
 
-    **Arguments:** `besides` fields of `planning` that tell nothing apart.
+    **Arguments:** `besides` the fields of `planning` to leave out.
     """
     solver = _identity(planning.solver)
     if not (planning.cache and enabled()) or solver is None:
@@ -330,16 +327,14 @@ def key_of(
 
 
 def _identity(solver: Solver | None) -> str | None:
-    """Return what tells a solver from others; None of a user's, of which nobody knows whether it is still the
-    same.
-    """
+    """Return a key of a solver; None for a user's own, whose code may have changed."""
     own = type(solver).__module__.startswith("jaxremat.")
     return repr(solver) if own and dataclasses.is_dataclass(solver) else None
 
 
 def _shardings(args: object, kwargs: object) -> list[str]:
-    """Return how arguments are laid out over several devices; on one device arrays and mere shapes are planned
-    alike.
+    """Return the arguments' shardings over several devices; empty on one device, where arrays and shapes get the same
+    plan.
     """
     found = []
     for leaf in jax.tree.leaves((args, kwargs)):
@@ -354,7 +349,7 @@ def _digest(text: str) -> str:
 
 @functools.cache
 def sources() -> str:
-    """Return a hash of this library's code: another planner plans anew."""
+    """Return a hash of this library's code, so that plans of other versions are not reused."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

@@ -1,8 +1,8 @@
 """Existing plan, step -> the step that follows it, compiled on request; schedule -> the fields of a plan.
 
-Invariant: the compiled plan is within its budget on this machine too, or an error says so. A plan that was made without
-the device, on another machine, or from drafts, may need more here, because the compiler lays out, fuses and copies
-differently. The next schedule of the same variant and stages is solved with that much less.
+Invariant: the compiled plan is within its budget on this machine too, or an error says so. A plan from another machine,
+without the device, or from drafts may need more on this one, because the compiler lays out, fuses and copies
+differently. A correction solves the same variant and stages again, with the allowance lowered by the excess.
 """
 
 import math
@@ -46,18 +46,19 @@ from ._request import Planning
 from ._step_compiler import CompiledSchedule, OverwrittenReadError, StepCompiler, compile_schedule
 
 CORRECTIONS = 2
-"""Further schedules that are compiled if a plan does not fit: few, because the user is waiting to run a step."""
+"""Most schedules compiled to correct a plan that does not fit: few, because the user is waiting to run a step."""
 
 MOST_MISSING = 0.25
-"""A plan that misses the budget by more than this share of the temporaries is refused: it is for another device or
-budget."""
+"""A plan that misses the budget by more than this share of the temporaries is refused: it must be for another device
+or budget."""
 
 
 @dataclass
 class Planned:
-    """A plan, the jitted step that follows it, and that step compiled (None where nothing was compiled), perhaps only
-    to be read; then `finish` compiles it to be run, and `correct` makes a plan that fits of one that does not then,
-    which `keep` puts where this one is kept.
+    """A plan, the jitted step that follows it, and that step compiled, None if nothing was compiled.
+
+    **Fields:** if `compiled` is only an unfused build, `finish` compiles the step to run; `correct` returns a plan that
+    fits and its step if that build exceeds the budget, and `keep` stores the corrected plan in place of this one.
     """
 
     plan: Plan
@@ -68,8 +69,8 @@ class Planned:
     keep: Callable[[Plan], None] = lambda plan: None
 
     def executable(self) -> Compiled | None:
-        """Return the compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that needs more than the
-        budget, and no other schedule does not.
+        """Return the compiled step, ready to run. **Raises:** `InfeasibleBudgetError` if it exceeds the budget and no
+        correction fits.
         """
         if self.finish is not None:
             compiled = self.finish()
@@ -86,15 +87,15 @@ class Planned:
 
 
 def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool = False) -> Planned:
-    """Return the step that follows a plan made before; needs no solver, and compiles at most once: what will run,
-    of which the peak is read too. For a target nothing runs here, and several processes compile what runs together:
-    then it is compiled to be read.
+    """Return the step that follows an existing plan. A plan that fits needs no solver and at most one compilation:
+    the build that will run also gives the peak. A step for a target, or one that several processes compile together, is
+    compiled only to read its peak.
 
-    **Arguments:** `planning` says whether it is compiled, and its peak read, and who corrects it; `to_run` whether it
-    is compiled in any case.
+    **Arguments:** `planning`: whether the plan is compiled and its peak checked, and the solver that corrects it;
+    `to_run` compiles it in any case.
 
-    **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
-    compiler needs more than the plan's budget for it, and for what corrects it.
+    **Raises:** `PlanMismatchError` if the plan is for another program; `InfeasibleBudgetError` if this machine's
+    compiler needs more than the plan's budget for it and for its corrections.
     """
     verify = planning.verify
     found, alike = problem.fingerprint, False
@@ -132,10 +133,10 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
         jitted = problem.program.plain
     else:
         graph = plan.layout(problem.bare(plan.form))
-        if plan.offloaded and graph.host is None:  # a plan says by itself what is offloaded
+        if plan.offloaded and graph.host is None:  # plans offload even without `offload=True`
             graph = replace(graph, host=host)
         schedule = check(graph, plan.schedule(graph))
-        plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
+        plan = replace(plan, actions=actions(graph, schedule))  # with the line numbers of today's code
         if verify or to_run:
             made = _compiled(problem, plan, graph, schedule, to_run=to_run)
             jitted, compiled, plan = made.jitted, made.compiled, replace(plan, detached=made.detached)
@@ -160,7 +161,7 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
 def _compiled(
     problem: Problem, plan: Plan, graph: Graph, schedule: Schedule, *, to_run: bool
 ) -> CompiledSchedule:
-    """Compile a plan's step. **Raises:** `PlanMismatchError` where this compiler would overwrite what it reads."""
+    """Compile a plan's step. **Raises:** `PlanMismatchError` if this compiler overwrites values that are still read."""
     try:
         with phase("compiling the plan", kind="compile"):
             return compile_schedule(problem, graph, schedule, plan.fence, plan.detached, to_run=to_run)
@@ -171,7 +172,7 @@ def _compiled(
 
 
 def _how_they_differ(plan: Plan, problem: Problem) -> str:
-    """Return what a plan was made for and the step is not, in words."""
+    """Return the differences between the program of a plan and the step, as text."""
     if plan.made_for is None:
         return (
             "its code, the shapes, types or shardings of its arguments, its static or donated arguments, or the "
@@ -183,7 +184,7 @@ def _how_they_differ(plan: Plan, problem: Problem) -> str:
 
 
 def warn_of(plan: Plan) -> None:
-    """Give the warnings of a plan that is followed."""
+    """Emit the warnings of a plan."""
     for said in plan.warnings:
         warn(said)
     if plan.planning.cut_short and plan.stages:
@@ -196,7 +197,7 @@ def warn_of(plan: Plan) -> None:
 def planned(
     problem: Problem, plan: Plan, planning: Planning, jitted: jax.stages.Wrapped, compiled: CompiledStep
 ) -> Planned:
-    """Return the plan of a step that was compiled to be read."""
+    """Return a plan whose step was compiled to read its peak, and is compiled again to run if the builds differ."""
     if not problem.unfused_builds:
         return Planned(plan, jitted, compiled)
     finish = partial(problem.finished, jitted)
@@ -204,7 +205,7 @@ def planned(
 
 
 def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
-    """Return what devices send each other in the plain step and in a planned one; nothing on one device."""
+    """Return the collectives of the plain step and of a planned one, by kind; none on one device."""
     if baseline.problem.division.devices == 1 or baseline.refused:
         return ()
     plain, made = baseline.tagged.collectives, compiled.collectives
@@ -212,9 +213,9 @@ def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
 
 
 def facts(problem: Problem, plain: Graph, graph: Graph, solution: Solution) -> dict[str, Any]:
-    """Return what a plan tells of a schedule, by its fields.
+    """Return the fields of a plan that follow from its schedule.
 
-    **Arguments:** `plain` the graph of the step as it is written, `graph` that of the solution.
+    **Arguments:** `plain` the graph of the plain step, `graph` that of the solution.
     """
     schedule = solution.schedule
     profile = simulate(graph, schedule)
@@ -248,10 +249,10 @@ def plan_of(
     margin_nbytes: int,
     compile_count: int,
 ) -> Plan:
-    """Return the plan of a solution of which nothing is compiled yet.
+    """Return the plan of a solution, without the fields that need a compilation.
 
-    **Arguments:** `plain` as of `facts`; `budget_nbytes` what the compiled peak may be, and `margin_nbytes` what the
-    user's budget has besides; the `ledger` of the search that found it; `baseline` the plain step's memory.
+    **Arguments:** `plain` as in `facts`; `budget_nbytes` the most that the compiled peak may be, and `margin_nbytes`
+    the rest of the user's budget; the `ledger` of the search that found it; `baseline` the plain step's memory.
     """
     traced, form, effort = problem.traced, problem.form(graph.form), ledger.effort
     fitting = (each.ended_seconds for each in ledger.compiled if each.peak_nbytes <= budget_nbytes)
@@ -307,7 +308,7 @@ def plan_of(
 
 
 def _copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, ...]:
-    """Return the saved values of which only a copy is kept, by kind. **Arguments:** `graph` of the variant."""
+    """Return the values that are saved only as encoded copies, by kind. **Arguments:** `graph` of the variant."""
     both = zip(traced.jaxpr.jaxpr.eqns, graph.nodes, strict=True)
     value_of = {v: i for eqn, node in both for v, i in zip(eqn.outvars, node.outputs, strict=True)}
     found: dict[int, list[tuple[int, int]]] = {}
@@ -330,7 +331,7 @@ def _copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, .
 
 
 def compiled_facts(problem: Problem, found: CompiledCandidate) -> dict[str, Any]:
-    """Return what a plan tells of a compiled schedule, by its fields."""
+    """Return the fields of a plan that follow from its compiled candidate."""
     return {
         **confirmed(problem, found.compiled),
         "compiled_overhead": found.compiled_overhead,
@@ -341,7 +342,7 @@ def compiled_facts(problem: Problem, found: CompiledCandidate) -> dict[str, Any]
 
 
 def confirmed(problem: Problem, compiled: CompiledStep) -> dict[str, Any]:
-    """Return what a plan tells of its compiled step, by its fields."""
+    """Return the fields of a plan that follow from its compiled step."""
     return {
         "compiled_peak_nbytes": compiled.peak_nbytes,
         "memory": compiled.memory,
@@ -351,9 +352,9 @@ def confirmed(problem: Problem, compiled: CompiledStep) -> dict[str, Any]:
 
 
 def confirm(plan: Plan, memory: MemoryStats) -> None:
-    """Check what the compiled step of a plan that was made elsewhere needs.
+    """Check the compiled peak of a plan that was made elsewhere.
 
-    **Raises:** `InfeasibleBudgetError` where that is more than the plan's budget.
+    **Raises:** `InfeasibleBudgetError` if it exceeds the plan's budget.
     """
     if memory.peak_nbytes > (room := plan.budget_nbytes - plan.margin_nbytes):
         raise InfeasibleBudgetError(
@@ -367,9 +368,9 @@ def confirm(plan: Plan, memory: MemoryStats) -> None:
 def corrected(
     problem: Problem, plan: Plan, planning: Planning, compiled: CompiledStep, refusal: InfeasibleBudgetError
 ) -> tuple[Plan, CompiledCandidate]:
-    """Return a plan that fits where this one does not, and its step, compiled to run where that may be.
+    """Return a corrected plan that fits, and its step, compiled to run if possible.
 
-    **Arguments:** `compiled` the plan's step as the compiler made it; `refusal` is raised where no schedule fits.
+    **Arguments:** `compiled` step of the plan, which exceeds the budget; `refusal` to raise if no schedule fits.
     """
     room = plan.budget_nbytes - plan.margin_nbytes
     missing = compiled.peak_nbytes - room
@@ -384,6 +385,7 @@ def corrected(
     effort = Effort(limited=False)
     compiler = StepCompiler(problem, effort.stopwatch, lambda: plain_seconds, to_run=problem.compiles_to_run)
     ledger = Ledger(planning.solver, effort, planning.time_limit, compiler)
+    # A tenth more than is missing, twice as much the second time: the compiled peak may fall less than the predicted.
     for i in range(CORRECTIONS):
         solution = ledger.tried(graph, predicted - int(1.1 * 2**i * missing))
         found = solution and ledger.compile(graph, solution, plan.fence)
@@ -397,7 +399,7 @@ def corrected(
                 "plain step by the model."
             )
             told = facts(problem, problem.bare_plain(graph), graph, solution) | compiled_facts(problem, found)
-            del told["solver"]  # of the plan that is corrected
+            del told["solver"]  # keep that of the original plan
             return replace(plan, **told, rounds=(*plan.rounds, found.round)), found
         predicted, missing = found.profile.peak_nbytes, found.peak_nbytes - room
     raise refusal

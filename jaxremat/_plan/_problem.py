@@ -1,6 +1,6 @@
 """Program, arguments, device -> the step to plan, traced and rewritten, and what compiles its variants.
 
-Invariant: everything here follows from the fields. Nothing is compiled but by the methods that say so, which count it.
+Invariant: all properties follow from the fields. Only methods that say so compile anything, and they count it.
 """
 
 import logging
@@ -43,7 +43,7 @@ logger = logging.getLogger("jaxremat")
 
 @dataclass
 class Compilations:
-    """How many whole steps were compiled for a problem so far."""
+    """The number of whole steps compiled for a problem so far."""
 
     count: int = 0
 
@@ -53,9 +53,9 @@ class Problem:
     """A step to plan, for its arguments on a device.
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
-    measure on, None for a target; `respect_checkpoint`, `pins` and `allow` as in `jaxremat.optimize`; `host` the memory
-    in which plans may keep values meanwhile, if any; `rewritten` the step as it is traced, None where that is to be
-    done; `written_seconds` that compiling it as it is written may take; `compilations` counts what is compiled.
+    measure on, None for a target; `respect_checkpoint`, `pins` and `allow` as in `jaxremat.optimize`; `host` memory to
+    which plans may offload values, if any; `rewritten` the traced step, None to trace it on first use;
+    `written_seconds` that compiling the step as written may take; `compilations` counts compiled steps.
     """
 
     program: Program
@@ -93,13 +93,13 @@ class Problem:
 
     @cached_property
     def traced(self) -> Traced:
-        """The step as it is."""
+        """The step as traced, without other forms."""
         if self.rewritten is not None:
             return self.rewritten
         what = self.program.plain, self.args, self.kwargs
         keep = {"respect_checkpoint": self.respect_checkpoint, "keeps_scores": "attention" not in self.allow}
         with phase("tracing the step", kind="trace"):
-            self.program.plain.trace(*self.args, **self.kwargs)  # what the user's code raises is the user's
+            self.program.plain.trace(*self.args, **self.kwargs)  # errors of the user's code are no defects
             found = self.defects.attempted("rewriting", lambda: trace(*what, **keep))
             traced = trace(*what, **keep, inlined=True) if found is None else found
         if (count := self.division.devices) == 1 or traced.around:
@@ -110,7 +110,7 @@ class Problem:
 
     @cached_property
     def defects(self) -> Defects:
-        """The defects that planning has met."""
+        """The defects met during planning."""
         return Defects(self.program, self.args, self.kwargs, self.compiler)
 
     @cached_property
@@ -125,11 +125,11 @@ class Problem:
 
     @cached_property
     def ordered_before(self) -> "Problem":
-        """The same with the equations in their order of before, see `Traced.ordered_before`."""
+        """The same problem with equations in the order of earlier versions, see `Traced.ordered_before`."""
         return replace(self, rewritten=self.traced.ordered_before())
 
     def form(self, form: Variant) -> Traced:
-        """Return the step in this form, whose sites need no names; each is made once."""
+        """Return the step in a form, whose sites may be unnamed; each is built once."""
         form = self.traced.named(form)
         if form == self.traced.form:
             return self.traced
@@ -144,7 +144,7 @@ class Problem:
 
     @cached_property
     def estimated(self) -> Graph:
-        """The graph by rules alone, without a compilation."""
+        """The plain graph priced by rules, without a compilation."""
         return self.estimate(self.traced, self._base.base_nbytes)
 
     @cached_property
@@ -152,16 +152,16 @@ class Problem:
         return estimate_base(self.division.local(self.traced)[0])
 
     def estimate(self, traced: Traced, base_nbytes: int) -> Graph:
-        """Return the graph of a form by rules alone, with so many bytes of arguments and outputs."""
+        """Return the graph of a form priced by rules, with `base_nbytes` of arguments and outputs."""
         there, flops = self.division.local(traced)
         graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
         return replace(graph, host=self.usable_host)
 
     def bare(self, form: Variant, *, pinned: bool = False) -> Graph:
-        """Return the graph of such a form that plans made before are laid out on: of what one device has, as when
-        they were made, for what is small by a plan is saved by it.
+        """Return the graph of a form to which existing plans are applied. Its bytes are per device, as they were for
+        the plan: a value that was small then must be small now, since small values are always saved.
 
-        **Arguments:** `pinned` whether it has all that another schedule of it must keep to.
+        **Arguments:** `pinned` adds pins and host memory, which a new schedule must respect.
         """
         there, flops = self.division.local(self.form(form))
         patterns = self.pins if pinned else ()
@@ -169,17 +169,17 @@ class Problem:
         return replace(graph, host=self.usable_host) if pinned else graph
 
     def bare_plain(self, graph: Graph) -> Graph:
-        """Return the same of the step as it is written, with as many bytes of arguments and outputs as another."""
+        """Return the bare graph of the plain step, with the arguments' and outputs' bytes of another graph."""
         return replace(self.bare(self.traced.form), base_nbytes=graph.base_nbytes)
 
     @property
     def usable_host(self) -> HostMemory | None:
-        """Host memory, as far as values of this step can be there."""
+        """Host memory, None if values of this step cannot be offloaded."""
         return None if self.traced.around else self.host
 
     @property
     def must_plan(self) -> bool:
-        """Whether the user wants something recomputed, or in host memory, that the plain step saves."""
+        """Whether the user pins values to be recomputed or offloaded that the plain step saves."""
         pinned = self.estimated.pinned
         return bool(pinned["recompute"] or pinned["offload"].intersection(self.estimated.away.alone))
 
@@ -190,7 +190,7 @@ class Problem:
         return simulate(stacked, save_all(stacked)).peak_nbytes
 
     def modelled_memory(self, why: str) -> MemoryStats:
-        """Return the parts of that, and why they are not the compiler's."""
+        """Return the parts of `estimated_peak_nbytes`. **Arguments:** `why` they are not the compiler's."""
         temporaries = self.estimated_peak_nbytes - self._base.base_nbytes
         return replace(self._base, temporaries_nbytes=temporaries, modelled=why)
 
@@ -207,7 +207,7 @@ class Problem:
         return packed or any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
 
     def as_checkpointed(self, graph: Graph) -> Schedule:
-        """Return the schedule of this graph of the plain form that saves what the user's own checkpoints save."""
+        """Return the schedule of a plain graph that saves the values that the user's own checkpoints save."""
         again, made = self.traced.again, graph.values
         return close_over_dependencies(graph, [v for v in graph.residuals if made[v].producer not in again])
 
@@ -222,52 +222,52 @@ class Problem:
         return jitted
 
     def unproved(self, jitted: jax.stages.Wrapped) -> tuple[str, ...]:
-        """Return what of a step that was made here was not proved to be the step."""
+        """Return the parts of a step from `jitted` that were not proved to compute the user's step."""
         return self._unproved.get(jitted, ())
 
     @cached_property
     def unfused_build(self) -> Program:
-        """The program as it is compiled to be read."""
+        """The program with the compiler options for reading a step's memory and kernels."""
         return self.program.unfused_build(self.device.platform, shared=len(self.processes) > 1)
 
     @cached_property
     def unoptimised_build(self) -> Program:
-        """The program as it is compiled to see what it writes to memory alone."""
+        """The program with the compiler options for reading only which values a step writes to memory."""
         return self.program.unoptimised_build(self.device.platform, shared=len(self.processes) > 1)
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
-        """Those of this job on whose devices the step runs."""
+        """The processes of this job on whose devices the step runs."""
         return processes_of(self.program, self.args, self.kwargs)
 
     @property
     def unfused_builds(self) -> bool:
-        """Whether the program that will run is compiled once more."""
+        """Whether the chosen plan is compiled once more to run, with other compiler options."""
         return self.program.target is None and self.unfused_build != self.program
 
     @property
     def compiles_to_run(self) -> bool:
-        """Whether a program compiled by this process alone can run."""
+        """Whether this process can run a program that it compiled without other processes."""
         return self.program.target is None and len(self.processes) == 1
 
     @property
     def compiles_apart(self) -> bool:
-        """Whether several programs may be compiled at a time: not if kernels are autotuned on the device."""
+        """Whether several programs may be compiled at a time: not if the device autotunes kernels."""
         return self.unfused_builds or self.program.target is not None
 
     def compile(self, jitted: jax.stages.Wrapped) -> CompiledStep:
-        """Compile a variant of the step for the device, to be read: its memory, its kernels."""
+        """Compile a variant of the step for the device, to read its memory and kernels."""
         self.compilations.count += 1
         return CompiledStep(self.unfused_build.compile(jitted, self.args, self.kwargs), self.device)
 
     def finished(self, jitted: jax.stages.Wrapped) -> CompiledStep:
-        """Compile the variant as it will run."""
+        """Compile a variant of the step to run."""
         self.compilations.count += 1
         with phase("compiling the planned step", kind="compile"):
             return CompiledStep(self.program.compile(jitted, self.args, self.kwargs), self.device)
 
     def begin_plain(self, *, to_run: bool = False) -> Future[tuple[Compiled, float]]:
-        """Begin to compile the step as the user wrote it, to be read or to run: in another thread where possible."""
+        """Start to compile the step as the user wrote it, to read its figures or to run: in a thread where possible."""
         self.compilations.count += 1
         program = self.program if to_run else self.unfused_build
         with phase("compiling the plain step", kind="compile"):
@@ -276,10 +276,10 @@ class Problem:
             )
 
     def compile_tagged(self, form: Variant, *, timed: bool) -> CompiledStep:
-        """Compile the step in a form with every equation tagged, and replaced what every plan replaces. Of another form
-        than that of the step as it is written those in loops have no tags.
+        """Compile the step in a form, with every equation tagged and with the replacements that every plan makes. In
+        other forms than the plain one, equations in loops have no tags.
 
-        **Arguments:** `timed` whether its peak or its time counts; else a sketch does.
+        **Arguments:** `timed` whether its peak or time is used; if not, an unoptimised build is enough.
 
         **Raises:** `CompilationError`.
         """

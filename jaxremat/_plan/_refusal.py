@@ -1,6 +1,6 @@
-"""Result of a search where nothing fits, or only expensive plans -> the error: what is true, and what to write.
+"""Result of a search where nothing fits, or only expensive plans -> an error that says why, and what to write.
 
-A budget that pins make infeasible is an error that names them, with the least peak with and without them.
+If pins make the budget infeasible, the error names them, with the least peak with and without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,10 +40,10 @@ _AS_WRITTEN = (
 
 
 class Least(NamedTuple):
-    """The least memory that was found.
+    """The least memory of a search.
 
-    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it; the compiled
-    `candidate`, None where it was not compiled, or is the step as it is written.
+    **Fields:** `peak_nbytes`, and `how` it is known; the `schedule` of that peak and its `graph`; the compiled
+    `candidate`, None if nothing was compiled, or for the plain step.
     """
 
     peak_nbytes: int
@@ -54,7 +54,7 @@ class Least(NamedTuple):
 
 
 def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Least:
-    """Return the least of these candidates, or the step as it is written where that needs less."""
+    """Return the least of the compiled candidates, or the plain step if that needs less."""
     candidate = min(candidates, key=lambda t: t.peak_nbytes)
     least = Least(
         candidate.peak_nbytes,
@@ -70,7 +70,7 @@ def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Lea
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:
-    """Return what is said of a schedule that is not compiled."""
+    """Return the predicted peak of a schedule as the least memory."""
     return Least(simulate(graph, schedule).peak_nbytes, "predicted", graph, schedule)
 
 
@@ -84,10 +84,10 @@ def infeasible(
     effort: Effort,
     advice: str,
 ) -> InfeasibleBudgetError:
-    """Return that nothing fits.
+    """Return the error for a budget that no plan fits.
 
-    **Arguments:** the budget as it was `asked` for, and without the margin; `temporaries_nbytes` of the step as it is
-    written; `effort` that the search took; `advice` what else the user may do.
+    **Arguments:** `asked` the budget as the user wrote it; `budget` in bytes without the margin; `temporaries_nbytes`
+    of the plain step; `effort` of the search; `advice` on other options of the user.
     """
     graph = least.graph
     profile = simulate(graph, least.schedule)
@@ -120,7 +120,7 @@ def infeasible(
 
 
 def _ended(effort: Effort) -> str:
-    """Return what to say of a search that ended before it had tried all that it would have."""
+    """Return a note if a limit ended the search, else ""."""
     if effort.stopwatch.interrupted:
         return " The clock cut planning short: a larger `Planning.planning_seconds` may find a smaller peak."
     if effort.exhausted:
@@ -129,7 +129,7 @@ def _ended(effort: Effort) -> str:
 
 
 def slow(search: Search, candidate: CompiledCandidate) -> str:
-    """Return what to say of a plan that takes several times as long as the plain step; "" of others."""
+    """Return a warning for a plan that takes several times the plain step's time, else ""."""
     step = search.graph.step_seconds or 1.0
     if candidate.seconds <= MOST_OVERHEAD * step:
         return ""
@@ -147,7 +147,7 @@ def slow(search: Search, candidate: CompiledCandidate) -> str:
 
 @dataclass(frozen=True)
 class UnpinnedGraphs:
-    """The graphs of a step's variants without what users pin, to tell what the pins cost."""
+    """The graphs of a step's variants without pins, to compute the memory that the pins cost."""
 
     pinned: Graphs
 
@@ -162,7 +162,7 @@ class UnpinnedGraphs:
         return self.pinned.variants_of(self.plain)
 
     def known(self, graph: Graph) -> Schedule | None:
-        """Return None: what checkpoints save is for the pinned graphs."""
+        """Return None: the schedule of the user's checkpoints is used for the pinned graphs only."""
         return None
 
     def of(self, variant: Variant) -> Graph | None:
@@ -178,10 +178,10 @@ def blamed(
     least_without: Callable[[], int],
     needs: str = "the step needs",
 ) -> InfeasibleBudgetError:
-    """Return the error, or where the budget can be met without pins another that says so.
+    """Return the error, or one that names the pins if the budget can be met without them.
 
-    **Arguments:** `room_nbytes` the budget less the margin; `graph` of the step, its loops as they are; `least_without`
-    gives the least peak that is found without pins, in bytes; `needs` who needs what, in words.
+    **Arguments:** `room_nbytes` the budget less the margin; `graph` of the plain step; `least_without` returns the
+    least peak without pins, in bytes; `needs` the subject and verb of the message.
     """
     if not graph.pins:
         return error
@@ -214,7 +214,7 @@ def without(graph: Graph, origin: str | None) -> Graph:
 
 
 def _costs(graph: Graph) -> list[tuple[str, int]]:
-    """Return for who pins something the bytes by which the least peak is lower without that, most first."""
+    """Return each origin of pins with the bytes by which its pins raise the least peak, most first."""
     weight: dict[str, int] = {}
     for pin in graph.pins:
         nbytes = 0 if pin.action == "stage" else graph.values[pin.at].saved_nbytes

@@ -1,4 +1,4 @@
-"""The user's options -> `Request`: a budget, what a plan may do, and how to search for it (`Planning`)."""
+"""The user's options -> `Request`: a budget, the forms that a plan may use, and how to search for it (`Planning`)."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ WRITTEN_SHARE = 0.5
 """Share of `planning_seconds` that compiling the plain step may take: the rest is for a plan."""
 
 Offload = bool | int | str
-"""Whether host memory is used; "auto" for where there is one; or how much of it, as bytes or text."""
+"""Whether host memory is used; "auto" if the device has one; or the most of it, as bytes or text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,15 @@ class Planning:
       model.
     - `profile`: the source of operations' times: `"roofline"` uses the device's datasheet, `"measure"` runs each
       distinct operation once on this machine's device (kept in the cache folder).
-    - `workspace_margin`: memory to leave free below the budget, for what the compiler does not count (workspaces that
-      libraries allocate while they run): bytes, text, or a share of the budget such as 0.05 or `"5%"`. An existing plan
-      has its own.
-    - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`), and follow it the next time that the
-      same step is planned within the same budget for the same device. It is compiled and verified then as any other.
+    - `workspace_margin`: memory to leave free below the budget, for workspaces that libraries allocate at run time,
+      which the compiler does not count: bytes, text, or a share of the budget such as 0.05 or `"5%"`. An existing plan
+      keeps its margin.
+    - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`), and apply it the next time that the
+      same step is planned within the same budget for the same device. It is compiled and verified like any other plan.
       Plans of your own solvers are not kept. The environment variable `JAXREMAT_PLAN_CACHE=0` turns the cache off.
-    - `respect_checkpoint`: keep your own `jax.checkpoint`s and `nn.remat`s: what they recompute is still recomputed, as
-      one piece, and the planner plans around them. By default they are undone and planned again. An existing plan has
-      its own setting.
+    - `respect_checkpoint`: keep your own `jax.checkpoint`s and `nn.remat`s: each still recomputes its values, as one
+      piece, and the planner plans around it. By default they are undone and planned again. An existing plan keeps its
+      setting.
     - `progress`: show progress bars for tracing, compiling and solving. By default they appear on a terminal, but not
       in tests and continuous integration. True shows them there too, and writes a line for each phase where there is no
       terminal, as in notebooks and batch jobs. The environment variable `JAXREMAT_PROGRESS=0` turns them off.
@@ -113,13 +113,12 @@ DEFAULT = Planning()
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for.
+    """A request for a plan.
 
     **Fields:** `budget`, `planning`, `pins`, `offload` and `allow` as the arguments of `jaxremat.optimize`; so is
     `like`, None for False; `device_nbytes` the memory that the device reports; `nbytes` the budget in bytes, None until
-    it is known (see `_sizes`); `neighbours` plans of steps that may be nearly the same, None where the step is to be
-    planned without any; `briefly` whether something else is tried where nothing fits, so that the least memory is not
-    looked for.
+    known (see `_plan_cache`); `neighbours` plans of steps that may be nearly the same, None to plan without any;
+    `briefly` skips the search for the least memory if nothing fits, because the caller then tries something else.
     """
 
     budget: Budget
@@ -138,8 +137,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_planning(fn: F) -> F:
-    """Return the function with errors that show the user's frames alone. It refuses the fields of `planning` as
-    arguments, which it once took.
+    """Return the function with errors that show only the user's frames. It rejects the fields of `planning` as
+    arguments, which earlier versions took.
     """
     names = {f.name for f in fields(Planning)}
 

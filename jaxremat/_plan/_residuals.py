@@ -1,22 +1,20 @@
-"""Joint program + budget -> which values its forward pass keeps for its backward pass, counted in *held* bytes.
+"""Joint program, budget of *held* bytes -> the values that its forward pass keeps for its backward pass.
 
-A plan for a function that is differentiated later knows nothing of the surrounding program: neither when its backward
-pass runs, nor what else is in memory then. The plan decides which values are in memory between the two passes, and
-which the backward pass recomputes. So only these count: values of the forward pass, from its end on,
+A plan for a function that is differentiated later knows nothing about the surrounding program: neither when its
+backward pass runs, nor which other values are in memory then. The plan decides which values stay in memory between the
+two passes, and which the backward pass recomputes. So it counts only forward values, from the end of the forward pass:
 
     held = max over the moments of the backward pass of (saved values with a reader to come + recomputed values in use),
 
-not arguments and closed-over values (the caller has them in any case), cotangents and gradients, and not temporary
-values of the forward pass. Before the first moment, all saved values are in memory.
+not arguments and closed-over values (the caller has them in any case), cotangents and gradients, nor temporaries of the
+forward pass. Before the first moment, all saved values are in memory.
 
-Function that is differentiated later, budget of held bytes -> the function as a whole or in parts, whichever is planned
-better.
+`best_way`: function that is differentiated later, budget of held bytes -> the function as a whole or in parts,
+whichever has the better plan. Parts are loops of the function, so a function in parts is planned like any other. For
+each set of regions, at most two numbers of parts are tried: one that is certain to be enough, and the fewest that are
+enough by the result for the first, since the recomputed values of a part are as large as the part.
 
-Parts are loops of the function, so a function in parts is planned as any other. For each set of regions, at most two
-numbers of parts are tried: one that is certain to be enough, and the fewest that are enough by the result for the
-first, since the recomputed values of a part are as large as the part.
-
-Law: a function in parts is proved to equal the function, or is not used.
+Invariant: a function in parts is proved to equal the function, or is not used.
 """
 
 import logging
@@ -71,7 +69,7 @@ def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", 
 
 
 def counted(graph: Graph) -> Graph:
-    """Return the graph with held bytes in place of all bytes; its stages, too, are the graph's own."""
+    """Return the graph with held bytes in place of all bytes, in the same stages."""
     values = (
         replace(v, is_output=False) if graph.is_residual(v.id) else replace(v, nbytes=0, is_output=False)
         for v in graph.values
@@ -81,12 +79,12 @@ def counted(graph: Graph) -> Graph:
 
 
 LEAST_SLACK = 0.02
-"""The fastest schedule within this share (of what plain JAX keeps) of the least held bytes is taken for `"min"`."""
+"""For `"min"`, the fastest schedule within this share (of the bytes that plain JAX keeps) of the least held bytes."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """**Fields:** `graph` with its stages; `solution`; `profile` in held bytes; `budget_nbytes`, None for words."""
+    """**Fields:** `graph` with its stages; `solution`; `profile` in held bytes; `budget_nbytes`, None for "min" etc."""
 
     graph: Graph
     solution: Solution
@@ -105,21 +103,21 @@ def plan_held(
 ) -> Found:
     """Return the cheapest schedule within a budget of held bytes.
 
-    **Arguments:** `graph` of the joint program; `restrict` takes from a graph with its stages what cannot be followed;
-    `plain_nbytes` what plain JAX keeps of the function as it is written, where the joint program is of another form.
+    **Arguments:** `graph` of the joint program; `restrict` removes choices that cannot be emitted from a graph with its
+    stages; `plain_nbytes` that plain JAX keeps for the function as written, if the joint program is of another form.
 
-    **Raises:** `BudgetError`, `InfeasibleBudgetError`, and `InfeasibleHintError` where hints are to blame.
+    **Raises:** `BudgetError`, `InfeasibleBudgetError`, and `InfeasibleHintError` if hints are to blame.
     """
     plain = graph
     plain_nbytes = joint.plain_nbytes if plain_nbytes is None else plain_nbytes
     wanted = parse_held(budget, plain_nbytes)
     allowance = wanted if isinstance(wanted, int) else None
-    cuts: list[tuple[Graph, Graph]] = []  # each with what is counted of it
+    cuts: list[tuple[Graph, Graph]] = []  # each with its graph in held bytes
     kept: list[str] = []
     for stages in _cuttings(graph):
         cut = replace(graph, stages=stages)
         cut = restrict(cut) if restrict else cut
-        # What one part hands on to another is kept, whatever a hint says of it.
+        # Values that one part passes to another are always saved, which may contradict a hint.
         kept = [p.origin for p in cut.pins if p.action == "recompute" and not cut.recomputable(p.at)]
         if not kept:
             cuts.append((cut, counted(cut)))
@@ -144,7 +142,7 @@ def plan_held(
         within = min(least) + int(LEAST_SLACK * plain_nbytes)
         low = [pair for pair, nbytes in zip(cuts, least, strict=True) if nbytes <= within]
         found.extend((cut, held, solved(held, within)) for cut, held in low)
-        cut, held = cuts[-1]  # uncut: what every checkpoint that saves nothing does
+        cut, held = cuts[-1]  # uncut: the schedule of a `jax.checkpoint` that saves nothing
         found.append((cut, held, Solution(close_over_dependencies(held, ()), solver="none")))
         twice = [_of_two(held, solution) for _, held, solution in found]
         enough = min(twice) + int(LEAST_SLACK * plain_nbytes)
@@ -178,8 +176,8 @@ def plan_held(
 
 
 def _of_two(held: Graph, solution: Solution) -> int:
-    """Return what is held at once where the function is called twice, as blocks are one after the other: all that
-    the first saves, while the second goes back.
+    """Return the held bytes if the function is called twice in a row, like blocks of a network: all saved values of
+    the first call, during the backward pass of the second.
     """
     return _saved_nbytes(held, solution) + simulate(held, solution.schedule).peak_nbytes
 
@@ -189,17 +187,17 @@ def _saved_nbytes(held: Graph, solution: Solution) -> int:
 
 
 def saved_nbytes(found: Found) -> int:
-    """Return the bytes of what is saved."""
+    """Return the bytes of the saved values."""
     return _saved_nbytes(counted(found.graph), found.solution)
 
 
 def of_two(found: Found) -> int:
-    """Return what is held at once where the function is called twice."""
+    """Return the held bytes if the function is called twice in a row."""
     return _of_two(counted(found.graph), found.solution)
 
 
 def overhead(found: Found, plain_seconds: float) -> float:
-    """Return what both passes take longer than those of the plain function, as a share of these."""
+    """Return the extra time of both passes over those of the plain function, as a share of the latter."""
     seconds = found.graph.step_seconds + found.profile.extra_seconds
     return (seconds - plain_seconds) / (plain_seconds or 1.0)
 
@@ -207,10 +205,10 @@ def overhead(found: Found, plain_seconds: float) -> float:
 def as_plan(
     joint: Joint, found: Found, parts: tuple[LoopForm, ...], plain_nbytes: int, plain_seconds: float
 ) -> HeldPlan:
-    """Return what is told of it.
+    """Return the public plan.
 
-    **Arguments:** `parts` in which the function is done; `plain_nbytes` what plain JAX keeps of it as it is written,
-    and `plain_seconds` what both passes take then.
+    **Arguments:** `parts` in which the function runs; `plain_nbytes` that plain JAX keeps for the function as written,
+    and `plain_seconds` of both of its passes.
     """
     graph, called = found.graph, joint.called
     nodes = tuple(replace(n, scope=without_numbers(n.scope)) for n in graph.nodes)
@@ -228,16 +226,14 @@ def as_plan(
 
 
 def _cuttings(graph: Graph) -> Iterable[tuple[Stage, ...]]:
-    """Ways to cut the backward pass into stages, from the finest to the fewest stages."""
+    """Return the ways to cut the backward pass into stages, from the finest to the fewest stages."""
     fine, coarse = cut_stages(graph, fine=True), graph.stages
     groups = (coarser(graph, coarse, every) for every in (2, 3, 4, 6, 8) if every < len(coarse))
     return dict.fromkeys((fine, coarse, *groups, uncut(graph)))
 
 
 def _kept_whole(graph: Graph, contractions: bool) -> frozenset[int]:
-    """Return the nodes that may not run again: contractions and the like alone, or all kernels that no reader
-    absorbs.
-    """
+    """Return the nodes that may not run again: only contractions, or all fusion roots."""
     return frozenset(
         n.id for n in graph.nodes if n.forward and (n.contraction if contractions else n.fusion_root)
     )
@@ -246,21 +242,22 @@ def _kept_whole(graph: Graph, contractions: bool) -> frozenset[int]:
 logger = logging.getLogger("jaxremat")
 
 FEW = 0.02
-"""A plan that recomputes for no more than this share of the seconds of both passes is good enough without parts."""
+"""A plan that recomputes for at most this share of the time of both passes is good enough without parts."""
 
 MOST_OVERHEAD = 1.0
 """Parts that cost more than this share of both passes, as kernels of few rows do, are not used if the function can be
-planned without."""
+planned without parts."""
 
 BESIDE = 1 / 4
-"""Parts are small enough if one of them keeps no more than this share of what regions hand on."""
+"""Parts are small enough if one of them keeps at most this share of the values that regions pass on."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """**Fields:** the `function` that is followed, itself or in parts; its `joint` program; what was `found` for it;
-    the `division`, None where it is the function itself; `plain_nbytes` what plain JAX keeps of that, and
-    `plain_seconds` what both of its passes take.
+    """A function, whole or in parts, with its schedule.
+
+    **Fields:** the `function`, whole or in parts; its `joint` program; the schedule `found` for it; the `division`,
+    None for the whole; `plain_nbytes` that plain JAX keeps for the whole, and `plain_seconds` of both of its passes.
     """
 
     function: Function
@@ -282,7 +279,7 @@ class Way:
 
     @property
     def forms(self) -> tuple[LoopForm, ...]:
-        """The regions in parts, for people."""
+        """The regions in parts, for reports."""
         if self.division is None:
             return ()
         both = zip(self.division.regions, self.division.parts, strict=True)
@@ -294,19 +291,18 @@ Choice = tuple[int, int] | None
 
 
 def chosen(function: Function, choice: Choice) -> Division | None:
-    """Return the division that was chosen for an equal function."""
+    """Return the division of a choice that was made for an equal function."""
     return None if choice is None else divisions(function.closed)[choice[0]][choice[1]]
 
 
 def best_way(
     function: Function, planned: Callable[[Division | None], Way], device: DeviceSpec, *, least: bool
 ) -> tuple[Choice, Way]:
-    """Return the best way of a function, and its division's place.
+    """Return the best way to run a function, and the choice of its division.
 
-    **Arguments:** `planned` makes a way; `device` that runs it; `least` whether the least memory is asked for, rather
-    than bytes.
+    **Arguments:** `planned` plans a division; `device` that runs it; `least` for the least memory, else a budget.
 
-    **Raises:** what `planned` does of the function itself, where no way fits.
+    **Raises:** `InfeasibleBudgetError` if no way fits: the one of the lowest peak; any other error of `planned`.
     """
     ways: list[tuple[Choice, Way]] = []
     most = math.inf
@@ -347,7 +343,7 @@ def best_way(
             tried(number, fewer)
     if not ways:
         raise min(refused, key=lambda error: error.min_peak_nbytes)
-    # What a loop's small kernels cost is known of the ways that were planned.
+    # The plans include the cost of a loop's small kernels, which `more_seconds` only estimates.
     affordable = [way for way in ways if overhead(way[1].found, way[1].plain_seconds) <= MOST_OVERHEAD]
     ways = affordable or ways
     if least:
@@ -357,7 +353,7 @@ def best_way(
 
 
 def _fewest(ladder: Sequence[Division], rung: int, found: Found, within: float, least: bool) -> int:
-    """Return the rung of the fewest parts that need no more than this, by what was found for a rung."""
+    """Return the rung of the fewest parts that need at most `within`, by the schedule found for `rung`."""
     saved = saved_nbytes(found)
     part = found.profile.peak_nbytes - saved
     kept = 2 * saved if least else saved
@@ -366,7 +362,7 @@ def _fewest(ladder: Sequence[Division], rung: int, found: Found, within: float, 
 
 
 def _enough(ladder: Sequence[Division], plain_nbytes: int, budget: int | None) -> int:
-    """Return the first of these divisions of which a part is small beside what is kept in any case, or fits."""
+    """Return the first rung whose parts fit the budget, or are small compared with the values kept in any case."""
 
     def is_enough(division: Division) -> bool:
         if budget is not None:
@@ -377,10 +373,10 @@ def _enough(ladder: Sequence[Division], plain_nbytes: int, budget: int | None) -
 
 
 def is_proved(function: Function, division: Division) -> bool:
-    """Return whether the function in parts is proved to have its values and tangents.
+    """Return whether the function in parts is proved to have the same values and tangents.
 
-    Functions that have no tangents, but a backward pass of their own somewhere, are compared by their values, where
-    nothing that is in parts has a derivative of its own: JAX differentiates the same operations then.
+    A function with a `custom_vjp` has no tangents. It is compared by values only, if no equation in parts has custom
+    derivatives: JAX then differentiates the same operations.
     """
     other = in_parts(function, division)
     differs = _difference(function, other, _with_tangents)
@@ -395,7 +391,7 @@ def is_proved(function: Function, division: Division) -> bool:
 def _difference(
     function: Function, other: Function, program: Callable[[Function], jex.ClosedJaxpr]
 ) -> str | None:
-    """Return where a program of one function is not seen to be that of the other."""
+    """Return where the programs of two functions are not proved equal, None if they are."""
     try:
         return equivalence(program(function)).difference(program(other))
     except (UndecidedError, TypeError, NotImplementedError, ValueError) as error:
@@ -403,12 +399,12 @@ def _difference(
 
 
 def _has_derivatives(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation, or one within, is a function with derivatives of its own."""
+    """Return whether an equation, or one inside it, has custom derivatives."""
     return any(each.primitive.name.startswith("custom_") for each in (eqn, *inner_eqns(eqn)))
 
 
 def _with_tangents(function: Function) -> Any:
-    """Return the program of values and tangents -> those of the results."""
+    """Return the program that maps arguments and their tangents to results and theirs."""
     avals, smooth = [v.aval for v in function.closed.jaxpr.invars], function.inexact
 
     def both(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:

@@ -1,6 +1,6 @@
-"""Step as written -> the variants that it may take: what each rule of a table may do to it, with estimates.
+"""Step as written -> the variants that it may take: the sites and settings of each rule in a table, with estimates.
 
-To add a form of the step: a rule in `RULES`, and the pass that follows it in `_rewrite._passes.FORM_PASSES`.
+To add a form of the step, add a rule to `RULES` and its pass to `_rewrite._passes.FORM_PASSES`.
 """
 
 import functools
@@ -35,15 +35,15 @@ from .._rewrite._reversed_loops import reversible_nbytes
 from .._rewrite._trace import Traced
 
 ROW_COPIES = 2
-"""How often a row that is written over another is written and read for that alone."""
+"""Extra reads and writes of a row that is written over another."""
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """The step as it is written, some of which rules may do otherwise.
+    """The step as written, to which rules apply.
 
-    **Fields:** `traced`, and `there` as one device has it; `graph`; `device`, and `here` the GPU if it is at hand;
-    what is allowed by `allow`; `regions_inside` as of `Traced`, None where that goes wrong.
+    **Fields:** `traced`, and `there`, the part of one device; `graph`; `device`, and `here`, the GPU if it is present;
+    `allow` the allowed forms; `regions_inside` as in `Traced`, None if it fails.
     """
 
     traced: Traced
@@ -56,15 +56,15 @@ class PlainStep:
 
     @cached_property
     def pinned(self) -> frozenset[int]:
-        """The equations that make a value which the user decides about, and those with which stages begin."""
+        """The equations that compute a pinned value, and those at which pinned stages begin."""
         values = self.graph.values
         return frozenset(
             pin.at if pin.action == "stage" else values[pin.at].producer for pin in self.graph.pins
         )
 
     def without_pins(self, region: Region) -> bool:
-        """Return whether the user decides about no value that the region's loops would keep to themselves."""
-        if region.loop >= 0:  # the rules are of equations of the iteration, inlined
+        """Return whether no pinned value would be inside of the region's loops."""
+        if region.loop >= 0:  # the region's equations are numbered within an iteration
             return all(self.traced.loop_of[i] < 0 for i in self.pinned)
         merged, read = self.traced.merged.program.eqns, self.traced.program.read
         inside = {read(v) for i in region.rules for v in merged[i].outvars}
@@ -73,14 +73,14 @@ class PlainStep:
 
 
 Estimates = Mapping[tuple[int, tuple[int, ...]], Estimate]
-"""By site and setting what a rule may do, as of `Sites`."""
+"""The estimate of each site and setting of a rule, as in `Sites`."""
 
 
 class Rule(NamedTuple):
     """A rule by which parts of a step may take another form.
 
-    **Fields:** `name` in a `Choice`; `estimate` finds its sites in a step, and says what each setting is worth; `apply`
-    the passes that follow it, by their names in `FORM_PASSES`; `exact` and `together` as of `Sites`.
+    **Fields:** `name` in a `Choice`; `estimate` returns its sites in a step, with an estimate of each setting; `apply`
+    the passes that apply it, by their names in `FORM_PASSES`; `exact` and `together` as in `Sites`.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Rule(NamedTuple):
 
 
 def variants(step: PlainStep) -> Variants:
-    """Return the variants that a step may take. What the user has pinned is in all of them: a site that would keep
-    such a value to itself is none, and nothing is rounded where the user decides.
+    """Return the variants that a step may take. All of them have the user's pinned values: a site that would hide one
+    is left out, and with any pin so are inexact rules.
     """
     found = ((rule, rule.estimate(step)) for rule in RULES if rule.exact or not step.graph.pins)
     sites = tuple(Sites(rule.name, each, rule.exact, rule.together) for rule, each in found if each)
@@ -110,7 +110,7 @@ def _loops(step: PlainStep) -> Loops:
 
 
 def _rows(step: PlainStep) -> Estimates:
-    """Return rows, and most of the step, in chunks."""
+    """Estimate rows in chunks, and most of the step in microbatches."""
     nodes, places = step.graph.nodes, step.traced.row_places
     with_rows = [[nodes[i].outputs[k] for i, k, _ in of] for of in places]  # none of regions in loops
     return {
@@ -122,7 +122,7 @@ def _rows(step: PlainStep) -> Estimates:
 
 
 def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
-    """Estimate a region in so many chunks."""
+    """Estimate a region in a number of chunks."""
     graph, device = step.graph, step.device
     fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
     if region.whole:
@@ -135,7 +135,7 @@ def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
 
 
 def _inside(step: PlainStep, choice: Choice) -> Sites:
-    """Return regions of rows in what microbatches do, on one device: where rows of several lie is not known."""
+    """Return regions of rows inside microbatches, on one device only: the placement of rows on several is unknown."""
     if "rows" not in step.allow or step.traced.source.devices > 1:
         return NOTHING
     found = enumerate(step.regions_inside(Variant.of(choice)) or ())
@@ -146,8 +146,8 @@ def _inside(step: PlainStep, choice: Choice) -> Sites:
 
 
 def _inner(step: PlainStep) -> Estimates:
-    """Return pairs of loops inside of pairs, inlined: the inner loops' forward passes run once more where the plain
-    step does not repeat them in the backward pass itself.
+    """Estimate inlining of pairs of loops inside of pairs: the inner loops' forward passes run once more, unless the
+    plain step repeats them in the backward pass already.
     """
     traced = step.traced
     found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
@@ -158,8 +158,8 @@ def _inner(step: PlainStep) -> Estimates:
 
 
 def _attention(step: PlainStep) -> Estimates:
-    """Return attention without its matrix of scores: what is computed once more, less what is not written and
-    read.
+    """Estimate attention without its matrix of scores: more for the second computation, less for the scores that are
+    neither written nor read.
     """
     traced, graph, device = step.traced, step.graph, step.device
     if "attention" not in step.allow:
@@ -207,7 +207,7 @@ def _attention(step: PlainStep) -> Estimates:
 
 
 def _trips_of(traced: Traced, graph: Graph) -> list[int]:
-    """Return how often each equation of a step runs."""
+    """Return the number of times that each equation of a step runs."""
     trips = graph.total_trips
     return [trips[loop] if loop >= 0 else 1 for loop in traced.loop_of]
 
@@ -215,10 +215,8 @@ def _trips_of(traced: Traced, graph: Graph) -> list[int]:
 def _attention_inside(
     closed: jex.ClosedJaxpr, trips: Sequence[int]
 ) -> Iterator[tuple[Site, Sequence[jex.JaxprEqn], int]]:
-    """Yield attention in the bodies of loops that are not inlined, with the equations of each and how often it is
-    done.
-
-    **Arguments:** `trips` how often each equation runs.
+    """Yield attention sites in the bodies of loops that are not inlined, with the body's equations and the number of
+    times that these run. **Arguments:** `trips` the same of each equation of `closed`.
     """
     for eqn, around in zip(closed.jaxpr.eqns, trips, strict=True):
         if (body := closed_loop(eqn)) is not None:
@@ -229,7 +227,7 @@ def _attention_inside(
 
 
 def _copies(step: PlainStep) -> Estimates:
-    """Return values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
+    """Estimate values in fewer bits. The graph has the time of encoding and decoding, which are ordinary operations."""
     traced, codes = step.traced, allowed(step.allow, step.traced.source.devices)
     if not codes or traced.around:
         return {}
@@ -238,7 +236,7 @@ def _copies(step: PlainStep) -> Estimates:
 
 
 def _reversed(step: PlainStep) -> Estimates:
-    """Blocks whose values the backward pass computes from their results."""
+    """Estimate blocks whose values the backward pass computes from their results."""
     traced, graph = step.traced, step.graph
     if REVERSIBLE not in step.allow or traced.around or traced.source.devices > 1:
         return {}
@@ -264,7 +262,7 @@ RULES = (
     Rule(COPIES, _copies, ("copies",), exact=False),
     Rule(REVERSED, _reversed, ("reversed loops", "reversed chains"), exact=False, together=True),
 )
-"""The rules in the order in which variants combine them: a rule goes with what saves most of those before it.
+"""The rules in the order in which variants combine them: each is combined with the best settings of those before it.
 
-`LOOP` is a rule too, of the pass "levels", and the last one: its settings are so many that `Loops` computes them.
+`LOOP` is the last rule, of the pass "levels". It has so many settings that `Loops` computes them.
 """

@@ -1,12 +1,12 @@
 """Space of variants, compiler, clock -> the cheapest schedule that the compiler confirms to fit.
 
-The loop: solve within the model's allowance, compile, read the compiler's peak, correct the allowance by the
-difference, solve again; within a budget, or within about the least memory that was compiled. The variants of the step
-and the ways to cut its backward pass into stages compete; each has a separate allowance, because the model errs
+The loop: solve within an allowance (a predicted peak), compile, read the compiler's peak, correct the allowance by the
+difference, solve again. The target is a budget, or about the least memory compiled so far. The variants of the step
+and the ways to cut its backward pass into stages compete. Each has a separate allowance, because the model errs
 differently on each.
 
-This is the policy: which candidate is next, and when to stop. The `Ledger` records what was solved and compiled, and
-the `CandidateSource` supplies candidates.
+This module is the policy: it picks the next candidate and decides when to stop. The `Ledger` records solves and
+compilations, and the `CandidateSource` supplies candidates.
 """
 
 import itertools
@@ -37,47 +37,47 @@ from ._candidates import (
 from ._ledger import CompiledCandidate, Ledger, fastest
 
 HOPE = 1.25
-"""A candidate that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's.
-Chosen, not measured: above 1 because the model errs, and small because each try is a compilation."""
+"""A candidate that was not compiled yet is tried if it is predicted to cost at most this multiple of the best plan's
+cost. Chosen, not measured: above 1 because the model errs, and small because each try is a compilation."""
 
 MORE_ROUNDS = 2
 """Extra rounds while nothing fits, before the search for the least memory, and again after it: the first round finds
 the model's error, the second corrects it."""
 
 MORE_GAIN = 0.005
-"""Further rounds need a plan that promises to save this share of the step's time, as does each near the least memory:
-more than `CHEAP`, since the requested rounds are over."""
+"""A round beyond the requested ones, or near the least memory, needs a candidate that promises to save this share of
+the step's time: more than `CHEAP`, since the requested rounds are over."""
 
 MUCH_GAIN = 0.1
-"""The same once these rounds, and the compilations of a search that has found a plan, are over too: the plan that fits
-is far below the budget, and a plan that missed by little is not corrected yet."""
+"""The same once the extra rounds, and the compilations of a search that has found a plan, are used up too. So much is
+left to gain if the best plan is far below the budget, and one that missed by little is not corrected yet."""
 
 UNLIKELY = 0.1
-"""Schedules of least memory are not compiled if they need more than the least of them by this share of the plain step's
-temporaries: the model would have to err by that much more on the least than on them."""
+"""A least-memory schedule is not compiled if its predicted peak exceeds the least of them by this share of the plain
+step's temporaries: the model would have to err by that much more on the least than on it."""
 
 MANY_TIMES = 4
-"""Nor if they need more by this multiple of the least one's temporaries: for long sequences, whose scores dominate the
-plain step, half of the compilations were of schedules that need ten times the least memory."""
+"""Nor if it exceeds the least by this multiple of the least one's temporaries: for long sequences, whose scores
+dominate the plain step, half of the compilations were of schedules that need ten times the least memory."""
 
 LITTLE = 0.01
-"""Nor, with a budget, if they promise less than this share below what was compiled, given the model's error on others.
-A schedule that misses the budget by no more gets further rounds: the solver must drop only one more value or two."""
+"""Nor, with a budget, if it is expected to need no less than the compiled ones by this share. A schedule that misses
+the budget by at most this share gets further rounds: the solver needs to drop only one or two more values."""
 
 NEAR = 0.1
 """A candidate that misses the budget by at most this share gets one corrected solve even if the effort is exhausted,
-and one more if it then misses by little: schedules of least memory are several times slower."""
+and one more if it then misses by at most `LITTLE`: least-memory schedules are several times slower."""
 
 WIDE = 0.5
-"""If a plan that fits takes longer than one that nearly fits, by this share of the step's time, schedules between the
-two are compiled by bisection: a smaller difference is not worth the compilations."""
+"""If a plan that fits is slower than one that nearly fits, by this share of the step's time, schedules between the two
+are compiled by bisection: a smaller difference is not worth the compilations."""
 
 LEAST_MORE = 0.05
-"""The fastest schedule whose temporaries exceed the least by at most this share counts as of about the least memory."""
+"""A schedule whose temporaries exceed the least by at most this share still counts as about the least memory."""
 
 MOST_OVERHEAD = 1.0
-"""The least memory is searched at no more than this overhead. A plan within a budget that costs more is returned only
-after a search between it and the cheaper ones that do not fit."""
+"""A plan is affordable up to this overhead. The search for the least memory is limited to affordable plans. A plan
+within a budget that costs more is returned only after a search between it and the cheaper ones that do not fit."""
 
 WORTH_FEWER = 0.1
 """If the least memory is reached with microbatches and costs this share of the step's time, fewer microbatches are
@@ -87,17 +87,17 @@ HOST_WORTH = 0.02
 """With `offload="auto"`, host memory is tried only if the best plan without it costs this share of the step's time."""
 
 HOST_MORE = 0.3
-"""It then compiles one plan, or this share of the number compiled so far, the plain step counted twice."""
+"""The search then compiles one plan, or this share of the number compiled so far (the plain step counts as two)."""
 
 COMBINED_ROUNDS = 3
-"""Schedules compiled for the budget with barriers that keep sums over devices separate, which changes the memory."""
+"""Most corrections of a schedule for `combined` barriers, which leave sums over devices out and so change the peak."""
 
 
 class Search:
-    """A search for one plan, in a space of graphs. Seconds are counted from those of the step as it is written.
+    """A search for one plan, in a space of graphs. Seconds are extra seconds over the plain step.
 
-    **Arguments:** the `space`; the `ledger`; `temporaries_nbytes` of the plain step; `written_nbytes` what the step
-    needs as the user wrote it, None where that is no plan.
+    **Arguments:** the `space`; the `ledger`; `temporaries_nbytes` of the plain step; `written_nbytes` the peak of the
+    step as the user wrote it, None if it may not run unplanned.
     """
 
     def __init__(
@@ -109,16 +109,14 @@ class Search:
         self.turns = self.source.turns
         self.effort.turns, self.effort.equations = len(self.turns), len(self.graph.nodes)
         self.candidates: list[Candidate] = []
-        self.corrections = 0  # beyond the effort
+        self.corrections = 0  # compilations beyond the effort
         for cut in self.source.made:
             if (known := space.known(cut)) is not None:
                 self.ledger.know(cut, known)
 
     def within(self, budget: int, rounds: int, *, briefly: bool = False) -> CompiledCandidate | None:
-        """Return the cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if
-        none does then. **Raises:** `NoProgramError`.
-
-        **Arguments:** `briefly` without the schedules of least memory that do not promise to fit.
+        """Return the fastest compiled schedule within the budget after `rounds` rounds, or more if none fits; None if
+        none fits then. **Raises:** `NoProgramError`. **Arguments:** `briefly` skips least-memory ones if none fits.
         """
         with self._interruptible(budget):
             self.approach(lambda: budget, rounds, MORE_ROUNDS)
@@ -126,21 +124,21 @@ class Search:
                 return None
             if not self._affordable(self.ledger.best(budget)):
                 self._least(budget)
-                if self.ledger.best(budget) is not None:  # now between what fits and what is cheap
+                if self.ledger.best(budget) is not None:  # now between it and the cheap ones
                     self.approach(lambda: budget, 0, MORE_ROUNDS)
                     self._bisect(budget)
         return self.ledger.best(budget) if self.ledger.some() else None
 
     def least_known(self, among: Sequence[Graph] = ()) -> tuple[Graph, Solution]:
-        """Return the solution of least predicted peak of some graphs, or of all that were made."""
+        """Return the solution of least predicted peak among some graphs, or all built so far, and its graph."""
         known = ((cut, self.ledger.lowest(cut)) for cut in among or self.source.made)
         return min(known, key=lambda each: simulate(each[0], each[1].schedule).peak_nbytes)
 
     def faster(self, budget: int, rounds: int) -> CompiledCandidate | None:
-        """Return a compiled schedule within the budget that is faster than the step as it is written, by the model and
-        by its kernels, after that many rounds; None if there is none.
+        """Return a compiled schedule within the budget that is faster than the plain step, by the model and by its
+        kernels, after `rounds` rounds; None if there is none.
         """
-        self.effort.fits = True  # as it is written
+        self.effort.fits = True  # the plain step does
         with self._interruptible(budget):
             self.approach(lambda: budget, rounds, 0)
         fitting = (each for each in self.ledger.compiled if each.peak_nbytes <= budget)
@@ -152,14 +150,14 @@ class Search:
         return min(self.ledger.some(), key=lambda each: each.peak_nbytes)
 
     def least(self, rounds: int) -> CompiledCandidate | None:
-        """Return the fastest compiled schedule of about the least peak at an affordable overhead, after at most that
-        many rounds near the least; None if that is the step as it is written. **Raises:** `NoProgramError`.
+        """Return the fastest compiled schedule of about the least peak at an affordable overhead, after at most
+        `rounds` rounds near the least; None if that is the plain step. **Raises:** `NoProgramError`.
         """
         with self._interruptible(math.inf):
             self._least(None)
             found = self.ledger.some()
             lowest = min([*filter(self._affordable, found)] or found, key=lambda each: each.peak_nbytes)
-            # Where the schedule of least memory costs too much, fewer microbatches may not.
+            # If the least-memory schedule costs too much, one with fewer microbatches may be affordable.
             while not self._affordable(lowest) and (made := self.source.make_shallower()):
                 compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
                 lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
@@ -174,8 +172,8 @@ class Search:
         return found
 
     def _affordable_least(self, lowest: CompiledCandidate) -> CompiledCandidate:
-        """Compile the schedule of least predicted peak at an affordable overhead, of the variant that needs least or of
-        a shallower one. Return it, or the lowest so far if that is better.
+        """Compile the schedule of least predicted peak at an affordable overhead, for the variant that needs least or a
+        shallower one. Return it, or the lowest so far if that is better.
         """
         affordable = self._affordable(lowest)
         graph, found = self.least_known() if affordable else (lowest.graph, lowest.solution)
@@ -186,6 +184,7 @@ class Search:
         everything = close_over_dependencies(graph, graph.residuals)
         low, high = (simulate(graph, each).peak_nbytes for each in (found.schedule, everything))
         best: Solution | None = None
+        # Bisect for the least allowance whose schedule is affordable.
         while high - low > max(LEAST_SLACK * self.temporaries_nbytes, 1):
             middle = (low + high) // 2
             found = self.ledger.within(graph, middle)
@@ -195,8 +194,8 @@ class Search:
         return made if made and not (affordable and made.peak_nbytes >= lowest.peak_nbytes) else lowest
 
     def _fewer_microbatches(self, lowest: CompiledCandidate) -> None:
-        """Compile schedules of least memory in fewer microbatches than the lowest is in, by bisection: where sums of
-        gradients are what fills the memory, a quarter as many may need no more.
+        """Compile least-memory schedules with fewer microbatches than the lowest one, by bisection: if sums of
+        gradients fill the memory, a quarter as many microbatches may need no more.
         """
         of, form = self.source.variants.estimate, lowest.graph.form
         worthwhile = lowest.seconds > WORTH_FEWER * self.graph.step_seconds
@@ -214,14 +213,14 @@ class Search:
             low, high = (low, middle) if peak <= self._about_least() else (middle, high)
 
     def follow(self, graph: Graph, solution: Solution) -> CompiledCandidate:
-        """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""
+        """Compile a solution from elsewhere. **Raises:** `NoProgramError`."""
         check(graph, solution.schedule)
         self.ledger.compile(graph, solution)
         return self.ledger.some()[-1]
 
     def combined(self, found: CompiledCandidate, budget: int) -> CompiledCandidate:
-        """Return what was found, or a schedule with barriers that leave what devices add up alone, if that fits and its
-        kernels, the collectives among them, take no longer: the same one, or another that uses the budget so.
+        """Return the candidate, or its schedule (or one that uses the budget) with barriers that leave out sums over
+        devices, if that fits and its kernels, including collectives, take no longer.
         """
         graph, solution, best = found.graph, found.solution, found
         tried: list[CompiledCandidate] = []
@@ -242,7 +241,7 @@ class Search:
 
     @contextmanager
     def _interruptible(self, budget: float) -> Iterator[None]:
-        """Let Ctrl-C end what happens inside, if that is asked for and a program is known that fits."""
+        """Let Ctrl-C end the body of the `with`, if the user allows that and a program that fits is known."""
         try:
             yield
         except KeyboardInterrupt:
@@ -251,7 +250,7 @@ class Search:
             self.effort.stopwatch.interrupted = True
 
     def predicted(self, allowance: int | None) -> tuple[Graph, Solution]:
-        """Return the solution that is best by the model alone, with the graph that it is of; nothing is compiled.
+        """Return the best solution by the model, and its graph, without compiling.
 
         **Arguments:** `allowance` the predicted peak, None for the least memory.
         """
@@ -271,17 +270,17 @@ class Search:
                 return cut, solution
 
     def most_seconds(self) -> float:
-        """Return what the least memory may cost."""
+        """Return the most extra seconds that an affordable plan takes."""
         solver = self.ledger.solver
         if isinstance(solver, Sublinear):
             return solver.most_seconds(self.graph) * (1 + 1e-9)
         return MOST_OVERHEAD * self.graph.step_seconds
 
     def approach(self, budget: Callable[[], int], rounds: int, more: int = 0) -> None:
-        """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
-        is much to be gained: in each turn as many, so that a later one makes nothing worse.
+        """Compile the most promising candidates within the budget, `rounds` in each turn, and up to `more` while
+        nothing fits or the gain is large. Turns do not share rounds: a later turn cannot take any from an earlier one.
 
-        **Arguments:** `budget` returns the bytes, which may follow what is compiled.
+        **Arguments:** `budget` returns the bytes, which may change with each compilation.
         """
         for number, turn in enumerate(self.turns, 1):
             self.effort.turn = number
@@ -299,7 +298,7 @@ class Search:
                 much = best is not None and self._worth_more(candidate, best, MUCH_GAIN)
                 if i >= rounds + more and not (much or self._misses(room, LITTLE)):
                     break
-                # Schedules of least memory may have taken all compilations, and cost several times the step.
+                # Least-memory schedules, which take several times the step, may have used up all compilations.
                 least = much and budget == self._about_least
                 if not self._allows(None if much else best, room, MORE_ROUNDS * least):
                     break
@@ -307,7 +306,7 @@ class Search:
                 candidate.pending = None
 
     def _most_compilations(self, turn: int, budget: int) -> float:
-        """Return how many plans may have been compiled when a turn ends."""
+        """Return the total number of compilations at which a turn ends."""
         if (best := self._best_without_host(turn, budget)) is None:
             return math.inf
         worth = best.seconds - self.source.free_seconds > HOST_WORTH * self.graph.step_seconds
@@ -315,8 +314,8 @@ class Search:
         return self.effort.compilations + worth * more
 
     def _best_without_host(self, turn: int, budget: int) -> CompiledCandidate | None:
-        """Return what the variants of a turn are limited to where host memory is to be spared: another schedule of the
-        best without it; None where they are not.
+        """Return the best plan without host memory, in the host turn of a search that should use it sparingly: that
+        turn considers only this plan's variant. None if the turn is not limited so.
         """
         if turn != HOST or self.graph.host is None or not self.graph.host.sparing:
             return None
@@ -325,9 +324,7 @@ class Search:
         return best if self._affordable(best) else None
 
     def _next(self, budget: int, turn: int = EXACTLY) -> Candidate | None:
-        """Return the candidate of a turn to compile next, with its pending solution; None where no further round
-        promises anything.
-        """
+        """Return the candidate of a turn to compile next, with its pending solution; None if no round promises more."""
         best, cheap = self.ledger.best(budget), self.source.cheap_seconds
         if best is not None and best.seconds <= cheap:
             return None
@@ -350,7 +347,7 @@ class Search:
                 continue
             self._aim(candidate, budget)
             faster = any(each.expected[1] <= candidate.graph.extra_seconds for each in ready)
-            if candidate.closed or faster:  # its least extra seconds are more than another's
+            if candidate.closed or faster:  # another is faster than any schedule of this one
                 continue
             if candidate.pending is None:
                 candidate.pending = self.ledger.within(candidate.graph, candidate.allowance, begin=True)
@@ -363,6 +360,7 @@ class Search:
                 ready.append(candidate)
                 if candidate.order[1] <= cheap:
                     break
+        # The solver's last stage takes as long as the others and rarely gains, so only the winner gets it.
         while (chosen := self._cheapest(ready)) is not None and self._finish(chosen):
             if self._tried(chosen) or not self._promises(chosen, best):
                 ready.remove(chosen)
@@ -371,7 +369,7 @@ class Search:
         return chosen
 
     def _cheapest(self, ready: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that is chosen of these, or one that is not finished and may be cheaper then."""
+        """Return the cheapest candidate, or an unfinished one that may become cheaper when finished."""
         chosen = cheapest(ready, CHEAP / 2 * self.graph.step_seconds)
         if chosen is None or not self.ledger.has_finished(chosen.graph, chosen.allowance):
             return chosen
@@ -382,7 +380,7 @@ class Search:
         return min(cheaper, key=lambda each: each.expected[1] - each.open_seconds, default=chosen)
 
     def _finish(self, candidate: Candidate) -> bool:
-        """Let the solver finish what it has begun; return whether it had not."""
+        """Let the solver finish a candidate's pending solution; return whether it was unfinished."""
         graph, allowance = candidate.graph, candidate.allowance
         if candidate.pending is None or self.ledger.has_finished(graph, allowance):
             return False
@@ -391,7 +389,7 @@ class Search:
         return True
 
     def _tried(self, candidate: Candidate) -> bool:
-        """Return whether what is pending was compiled, and cannot become something else."""
+        """Return whether the pending solution was compiled already, even after it is finished."""
 
         def knows() -> bool:
             return candidate.pending is not None and self.ledger.knows(candidate.graph, candidate.pending)
@@ -399,7 +397,7 @@ class Search:
         return knows() and (not self._finish(candidate) or knows())
 
     def _may_fit(self, candidate: Candidate, budget: int, turn: int) -> bool:
-        """Return whether the least memory of a candidate may fit, for all that was compiled; it is pending then."""
+        """Make a candidate's least-memory solution pending; return whether it may fit and was not compiled yet."""
         graph = candidate.graph
         if id(graph) in self.ledger.failed or self.source.turn(graph) != turn:
             return False
@@ -410,19 +408,19 @@ class Search:
         return fits and not self.ledger.knows(graph, candidate.pending)
 
     def _aim(self, candidate: Candidate, budget: int) -> None:
-        """Say what to ask for next, by what was compiled so far of this graph, else of others of its variant."""
+        """Set a candidate's next allowance by the compilations of its graph, else of other cuttings of its variant."""
         alike = [each for each in self.ledger.compiled if each.graph.alike(candidate.graph)]
         own = [each for each in alike if each.graph is candidate.graph]
         candidate.compiled = own
         enough = bool(own) and self._enough(own[-1], budget)
         candidate.closed = enough or id(candidate.graph) in self.ledger.failed
-        # Of copies the model is least sure.
+        # The model's times of host copies are its least certain.
         last = (own or alike)[-1:] if candidate.graph.host is not None else []
         candidate.error_seconds = sum(each.seconds - each.profile.extra_seconds for each in last)
         if alike:
             allowance = next_allowance(own or alike, budget)
         elif self._best_without_host(self.source.turn(candidate.graph), budget) is not None:
-            # Few are compiled with host memory, so that the first should fit.
+            # Few plans with host memory are compiled, so the first one should fit.
             of_form = (each for each in self.ledger.compiled if each.graph.form == candidate.graph.form)
             allowance = budget - max(each.beyond_nbytes for each in of_form)
         else:
@@ -431,14 +429,14 @@ class Search:
             candidate.allowance, candidate.pending = allowance, None
 
     def _likely_allowance(self, budget: int, form: Variant) -> int:
-        """Return what to ask of a variant of which nothing was compiled, by what was of others like it."""
+        """Return the first allowance of a variant with no compilation yet, by the model's error on similar ones."""
         known = self.ledger.beyond_nbytes(form, budget, NEAR * self.temporaries_nbytes)
         likely = self.ledger.likely_beyond_nbytes(form) or 0
-        much = likely > LITTLE * self.temporaries_nbytes  # else solving once more gains little
+        much = likely > LITTLE * self.temporaries_nbytes  # a small correction is not worth another solve
         return budget - (max(known, likely) if much else known)
 
     def _enough(self, compiled: CompiledCandidate, budget: int) -> bool:
-        """Return whether a plan leaves nothing to be gained within the budget by others of its graph."""
+        """Return whether other schedules of this plan's graph cannot be better within the budget."""
         free = compiled.peak_nbytes <= budget and compiled.seconds <= self.source.free_seconds
         return free or compiled.fills(budget)
 
@@ -452,18 +450,16 @@ class Search:
         return candidate.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
 
     def _worth_more(self, candidate: Candidate, best: CompiledCandidate | None, share: float) -> bool:
-        """Return whether a candidate's pending solution is worth more compilations than are asked for: it promises to
-        save this share of the step's time.
-        """
+        """Return whether a pending solution promises to save this share of the step's time."""
         if best is None or candidate.pending is None:
             return best is None
         seconds = extra_seconds(candidate.graph, candidate.pending.schedule)
         return candidate.gain(seconds, best) >= share * self.graph.step_seconds
 
     def _allows(self, best: CompiledCandidate | None, budget: int, more: int = 0) -> bool:
-        """Return whether another plan may be compiled: the first in any case, and those that correct what misses.
+        """Return whether another plan may be compiled. The first always may, and so may corrections of near misses.
 
-        **Arguments:** `more` compilations than the effort has.
+        **Arguments:** `more` compilations in addition to the effort's.
         """
         first = not (self.ledger.compiled or self.effort.fits)
         if first or self.effort.allows(self._affordable(best), more):
@@ -475,8 +471,7 @@ class Search:
 
     def _misses(self, budget: int, share: float) -> bool:
         """Return whether no affordable plan fits but one misses the budget by at most this share of the plain step's
-        temporaries: then the next round, which knows how the model errs, is worth its time rather than the least
-        memory.
+        temporaries. The next round then corrects for the model's error, which beats a least-memory schedule.
         """
         if self._affordable(self.ledger.best(budget)):
             return False
@@ -487,7 +482,7 @@ class Search:
         return compiled is not None and compiled.seconds <= self.most_seconds()
 
     def _about_least(self) -> int:
-        """Return how much memory is about the least that was found."""
+        """Return the most memory that counts as about the least compiled so far."""
         found = self.ledger.some()
         least = min(each.peak_nbytes for each in [*filter(self._affordable, found)] or found)
         return self._about(least if self.written_nbytes is None else min(least, self.written_nbytes))
@@ -503,10 +498,10 @@ class Search:
         return order
 
     def _least(self, budget: int | None) -> None:
-        """Compile the schedules of least predicted peak; with a budget, until one fits at an affordable overhead, those
-        that may fit first, then the least first, as without one, only those that promise to be affordable, if there are
-        any. Where the effort is exhausted only the least of all that each solver has, and variants of which none was
-        compiled and one promises to fit.
+        """Compile the schedules of least predicted peak. With a budget, those that may fit come first, then the others
+        from the least up, until one fits at an affordable overhead. Without one, only affordable ones are compiled, or
+        all if none is affordable and nothing was compiled yet. If the effort is exhausted, only each solver's least one
+        is compiled, and those of variants that promise to fit and were not compiled yet.
         """
         fits = budget is not None and self.ledger.best(budget) is not None
         if not fits or self.effort.allows(fits):
@@ -532,7 +527,7 @@ class Search:
                     continue
                 fits = budget is not None and self._affordable(self.ledger.best(budget))
                 tried = any(self.ledger.is_lowest(each.solution) for each in self.ledger.compiled)
-                # A variant that may fit is not refused for want of time.
+                # A variant that may fit gets a compilation even if the effort is exhausted.
                 untried = all(each.graph.form != cut.form for each in self.ledger.compiled)
                 promised = budget is not None and peak <= budget and untried
                 if tried and not (promised or is_least) and not self.effort.allows(fits):
@@ -544,9 +539,9 @@ class Search:
     def _no_lower(
         self, budget: int, is_least: bool, graph: Graph, solution: Solution, solver: Solver
     ) -> bool:
-        """Return whether a schedule of this solver's of least memory would neither fit nor need less than what was
-        compiled, if the model errs on it no less than on others of them of its variant that recompute no more; where
-        none was compiled and it is not the least of all, if the model is about right, or errs as far as on any.
+        """Return whether a least-memory schedule is expected neither to fit nor to need less than the compiled ones: by
+        the solver's least error on such schedules of the variant that recompute no more. Without any of these, the
+        least of all is never ruled out, and for others the error is the least on any candidate, at most 0.
         """
         profile, alike = simulate(graph, solution.schedule), self.ledger.lowest_compiled(graph, solver)
         most = profile.extra_seconds + CHEAP * graph.step_seconds
@@ -559,11 +554,10 @@ class Search:
         return expected > max(budget, min(each.peak_nbytes for each in self.ledger.compiled) - little)
 
     def _hopeless(self, graph: Graph, solution: Solution, solver: Solver) -> bool:
-        """Return whether a schedule of this solver's of least memory needs more than about the least, or whether
-        something faster that was compiled would be taken in its place, unless the model errs in its favour as never
-        before on what this solver makes of its variant, in as many stages or more: between fewer barriers the compiler
-        needs more than predicted. Where nothing of that was compiled, on variants that do some of the same, and without
-        these, if it is right, or errs as far as on any. Of a cutting with the same figures nothing else is expected.
+        """Return whether a least-memory schedule is expected to need more than about the least, or about as much as a
+        faster compiled one: by the solver's least error on such schedules of the variant, in as many stages or more,
+        because with fewer barriers the compiler needs more than predicted. Without any of these, the error is the least
+        on variants that share some of its forms, else on any, at most 0. A cutting with equal figures is hopeless too.
         """
         if self.ledger.has_like(graph, solution):
             return True
@@ -580,8 +574,8 @@ class Search:
         return taken or expected > self._about_least()
 
     def _bisect(self, budget: int) -> None:
-        """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose
-        allowance the solver cannot lower: those that save ever less of what the fast one saves.
+        """Compile schedules between a slow one that fits and a fast one that nearly fits: each saves fewer of the
+        values that the fast one saves. The solver found nothing between the two.
         """
         slow, near = self.ledger.best(budget), budget + NEAR * self.temporaries_nbytes
         missed = (each for each in self.ledger.compiled if budget < each.peak_nbytes <= near)

@@ -1,11 +1,11 @@
-"""Step whose budget is met by nothing, or only dearly -> what of its arguments host memory may hold instead.
+"""Step whose budget no plan meets, or only slow ones -> the arguments to keep in host memory instead.
 
-An optimizer's state is read once in a step, to be updated. In host memory it takes none of the device's, but for
-the few updates that are under way (see `_streamed_copies`); its price is the way there and back. Where that is not
-enough, stacks go that loops read row by row, as those over layers read their weights: of these only the rows that an
-iteration works on are on the device (see `_streamed_stacks`). Their price is the way there once in each pass, and back.
+Invariant: leaves are chosen by the estimated graph, so that all processes of a job choose the same.
 
-Law: leaves are chosen by the graph by rules alone, so that all processes of a job choose the same.
+An optimizer's state is read once in a step, to be updated. In host memory it needs device memory only for the few
+updates in progress (see `_streamed_copies`), at the cost of one copy in each direction. If that is not enough, stacks
+that loops read row by row follow, such as the weights of a loop over layers. Only the rows that an iteration uses are
+on the device (see `_streamed_stacks`), at the cost of one copy to the device in each pass, and one back.
 """
 
 import math
@@ -28,22 +28,22 @@ from ._request import Request
 from ._search import LEAST_MORE
 
 UNDER_WAY = 6
-"""So many of the largest arrays are on the device at once: Adam's two of each of three parameters."""
+"""Number of the largest arrays that are on the device at once: Adam's two for each of three parameters."""
 
 DEAR = 0.1
-"""Plans that take this share of the step longer are compared with such that have all of it in host memory."""
+"""A plan with more overhead than this is compared with plans that keep all movable arguments in host memory."""
 
 
 WORTH = 0.1
-"""Moving less of the arguments to host memory is not worth a word."""
+"""An error suggests moving arguments to host memory only from this share of arguments and outputs on."""
 
 
 class Movable(NamedTuple):
-    """Bytes on one device of what may be in host memory between steps, by place among the leaves of the traced
+    """Bytes per device of arguments that may be in host memory between steps, by place among the leaves of the traced
     arguments.
 
-    **Fields:** `state` that is read to be updated alone, in the order in which it is read; `stacks` that loops read row
-    by row besides, the largest first.
+    **Fields:** `state` that is read only by its update, in the order of reading; other arguments, `stacks`, that loops
+    read row by row, largest first.
     """
 
     state: dict[int, int]
@@ -51,12 +51,12 @@ class Movable(NamedTuple):
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The bytes of all."""
+        """The bytes of state and stacks."""
         return self.state | self.stacks
 
     def tries(self, missing: float) -> list[tuple[int, ...]]:
-        """Return places to try in turn where so many bytes are missing: the first of the state that may do, all of it,
-        the first of the stacks that may do besides, and all that can be moved.
+        """Return the sets of places to try in turn if this many bytes are missing: the first leaves that may be enough,
+        in the order of `sizes`; all of the state, if that may be enough; and all.
         """
         few: list[int] = []
         left = missing + UNDER_WAY * max(self.state.values(), default=0)
@@ -69,11 +69,11 @@ class Movable(NamedTuple):
         return _distinct(among)
 
     def everything(self) -> list[tuple[int, ...]]:
-        """Return the places to try for the least memory: all."""
+        """Return the sets of places to try for the least memory: all."""
         return _distinct((self.sizes,))
 
     def all_of_each(self) -> list[tuple[int, ...]]:
-        """Return places to try in turn where more in host memory may be cheaper: all of the state, and all."""
+        """Return the sets of places to try in turn if more in host memory may be faster: all of the state, and all."""
         return _distinct((self.state, self.sizes))
 
 
@@ -82,11 +82,11 @@ def _distinct(places: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
 
 
 def movable(problem: Problem) -> Movable:
-    """Return what may be in host memory between steps: nothing where the device has no other memory, the user wants
-    none used, or says where arguments are, and no more than the host's budget.
+    """Return the arguments that may be in host memory between steps, within the host's budget. None may if the device
+    has no separate memory, or the user does not allow host memory or gives shardings.
     """
     program = problem.program
-    given = program.in_shardings is not None or program.out_shardings is not None  # as which they must stay
+    given = program.in_shardings is not None or program.out_shardings is not None  # must stay as given
     if problem.host is None or given or problem.traced.around or problem.traced.source.references:
         return Movable({}, {})
     graph, first = problem.estimated, len(problem.traced.jaxpr.jaxpr.constvars)
@@ -104,7 +104,7 @@ def movable(problem: Problem) -> Movable:
 
 
 def _stacks(problem: Problem) -> list[int]:
-    """Return the arguments on the device that loops read row by row, and that are no state, the largest first."""
+    """Return the arguments on the device that loops read row by row and that are no state, largest first."""
     graph, closed = problem.estimated, problem.traced.jaxpr
     place = {v: len(closed.jaxpr.constvars) + i for i, v in enumerate(closed.jaxpr.invars)}
     rows = (place[v] for v in read_by_rows(problem.traced.merged.program.closed) if not on_host(v.aval))
@@ -112,8 +112,8 @@ def _stacks(problem: Problem) -> list[int]:
 
 
 def advice(problem: Problem) -> str:
-    """Return what to say, where nothing fits, of arguments that host memory could hold; "" where they are not worth
-    it. Those that the planner has moved are no longer on the device.
+    """Return advice, if nothing fits, on arguments that could be in host memory; "" if these are too small. Arguments
+    that the planner has moved already are not counted.
     """
     graph = problem.estimated
     if graph.platform != "gpu":
@@ -122,7 +122,7 @@ def advice(problem: Problem) -> str:
 
 
 def _of_values(graph: Graph) -> str:
-    """Return what to say of values that find no room in host memory; "" where there is enough, or none at all."""
+    """Return advice if the limit of host memory is too small for all residuals, else "" (also without host memory)."""
     room = graph.host.nbytes if graph.host is not None else None
     if room is None or sum(graph.values[v].saved_nbytes for v in graph.away.alone) <= room:
         return ""
@@ -156,7 +156,7 @@ def _of_arguments(problem: Problem, graph: Graph) -> str:
 
 
 def beside(problem: Problem, nbytes: int) -> Problem:
-    """Return what is planned for, with so much of host memory taken."""
+    """Return the problem with this much of its host memory taken."""
     host = problem.host
     if host is None or host.nbytes is None:
         return problem
@@ -164,33 +164,31 @@ def beside(problem: Problem, nbytes: int) -> Problem:
 
 
 def certainly_missing(problem: Problem, request: Request) -> int:
-    """Return what arguments and results alone are above a budget of bytes; 0 where they are not, or it is of another
-    kind.
-    """
+    """Return the bytes by which arguments and outputs exceed a budget in bytes, at least 0; 0 for other budgets."""
     budget = read_budget(request.budget)
     return max(problem.estimated.base_nbytes - budget, 0) if isinstance(budget, int) else 0
 
 
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:
-    """Return what the least that was found is above its budget."""
+    """Return the bytes by which the least memory exceeds the budget."""
     margin = parse_margin(request.planning.workspace_margin, error.budget_nbytes)
     return error.min_peak_nbytes - (error.budget_nbytes - margin)
 
 
 def is_dear(plan: Plan) -> bool:
-    """Return whether something else may well be cheaper."""
+    """Return whether a plan is so slow that one with more arguments in host memory may be faster."""
     return _overhead(plan) > DEAR
 
 
 def best(plans: Sequence[Planned], *, least: bool) -> Planned:
-    """Return the fastest of the plans; for the `least` memory, of those that need about that."""
+    """Return the fastest of the plans; for the `least` memory, of those that need about the least."""
     most = (1 + LEAST_MORE) * min(each.plan.peak_nbytes for each in plans) if least else math.inf
     able = (each for each in plans if each.plan.peak_nbytes <= most)
     return min(able, key=lambda each: seconds(each.plan))
 
 
 def seconds(plan: Plan) -> float:
-    """Return what the planned step takes, by a roofline of the compiled program, or as modelled."""
+    """Return the planned step's time, by a roofline of the compiled program, or by the model."""
     return plan.account.step_seconds * (1.0 + _overhead(plan))
 
 

@@ -1,7 +1,7 @@
-"""Schedule -> the step that follows it, compiled, in which XLA overwrites nothing that is still read, and read.
+"""Schedule -> the compiled step that follows it, in which XLA overwrites no array that is still read.
 
-Invariant: every planned step that runs has passed `overwritten_reads`. Where that finds a kernel, the array that it
-reads twice is put behind a barrier of its own, and the step is compiled once more.
+Invariant: every planned step that runs has passed `overwritten_reads`. If that reports a kernel, the array that the
+kernel reads twice gets a separate barrier, and the step is compiled again.
 """
 
 import logging
@@ -30,11 +30,11 @@ from ._problem import Problem
 logger = logging.getLogger("jaxremat")
 
 ROUNDS = 3
-"""Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
+"""Most compilations. More than two, because a barrier splits kernels, and others may then read one array twice."""
 
 
 class OverwrittenReadError(RuntimeError):
-    """A schedule of which the compiler makes kernels that may overwrite what they still read."""
+    """The compiled step of a schedule has kernels that may overwrite arrays that they still read."""
 
     def __init__(self, first: OverwrittenRead, *others: OverwrittenRead) -> None:
         super().__init__(
@@ -45,7 +45,7 @@ class OverwrittenReadError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompiledSchedule:
-    """**Fields:** `jitted` the step, and what it is `compiled` to; `detached` as of `_emit.emit`."""
+    """A `jitted` step and the `compiled` one. **Fields:** `detached` as in `_emit.emit`."""
 
     jitted: Any
     compiled: CompiledStep
@@ -64,10 +64,10 @@ def compile_schedule(
 ) -> CompiledSchedule:
     """Emit and compile a schedule of one of a problem's graphs.
 
-    **Arguments:** `detached` what is known to be read twice; `arrays` what was in schedules before of the same form, to
-    which that of this one is added; `to_run` whether it is compiled to run, not to be read.
+    **Arguments:** `detached` operands that are known to be read twice; `arrays` the same for earlier schedules of the
+    form, to which this schedule's are added; `to_run` compiles it to run, not only to read its figures.
 
-    **Raises:** `OverwrittenReadError` where the compiler makes such kernels all the same.
+    **Raises:** `OverwrittenReadError` if such kernels remain.
     """
     known = Detached(tuple(detached), set() if arrays is None else arrays)
     attempt = 0
@@ -90,11 +90,11 @@ Compiled = dict[tuple[Any, ...], CompiledCandidate]
 
 @dataclass
 class StepCompiler:
-    """Compiles solutions of one step, none twice.
+    """Compiler of one step's solutions, each at most once.
 
-    **Fields:** `problem`; `stopwatch` since planning began; `plain_seconds` gives what overheads are counted from, None
-    where that is not known; `to_run`, `detached`, and `arrays` by form as of `compile_schedule`; `count` of what was
-    tried; `known` what was compiled, which plans for other budgets may share.
+    **Fields:** `problem`; `stopwatch` since planning began; `plain_seconds` returns the plain step's time, for
+    overheads, None if unknown; `to_run`, `detached`, and `arrays` by form, as in `compile_schedule`; `count` of
+    attempts; `known` compiled candidates, which plans for other budgets may share.
     """
 
     problem: Problem
@@ -107,7 +107,7 @@ class StepCompiler:
     known: Compiled = field(default_factory=dict)
 
     def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
-        """Return a solution compiled with a form of barriers, None where no program came of it."""
+        """Return a solution compiled with a kind of barriers, None if it could not be built."""
         stages = tuple(stage.start for stage in graph.stages)
         key = graph.form, stages, solution.schedule, fence, tuple(self.detached), self.to_run
         if key in self.known:
@@ -130,7 +130,7 @@ class StepCompiler:
             )  # fmt: skip
         plain, overhead = self.plain_seconds(), None
         if plain is not None:
-            overhead = made.compiled.seconds / plain - 1 if plain else 0.0  # 0 of a step of nothing
+            overhead = made.compiled.seconds / plain - 1 if plain else 0.0  # 0 for an empty step
         found = CompiledCandidate(
             graph=graph,
             solution=solution,

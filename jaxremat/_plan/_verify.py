@@ -1,7 +1,9 @@
-"""Program, arguments, budget -> a compiled step whose peak the compiler has confirmed, and its plan.
+"""Program, arguments, budget -> a compiled step and its plan.
 
-The plain step is compiled first, which shows its peak and the values that it writes to memory; `_search` then finds the
-best plan that fits. Nothing that exceeds the budget is returned.
+Invariant: the compiler has confirmed that the step's peak is within the budget.
+
+The plain step is compiled first, which gives its peak and the values that it writes to memory. `_search` then looks for
+the best plan that fits.
 """
 
 import math
@@ -35,23 +37,22 @@ from ._state_on_host import advice
 from ._step_compiler import Compiled, StepCompiler
 
 _ROUNDS = {"normal": 3, "thorough": 7}
-"""The most schedules of each kind that a search compiles."""
+"""Rounds of a search by effort: the schedules that it compiles in each turn."""
 
 LIKELY = 1.2
-"""A step whose estimate is at most this multiple of the budget may fit as written: it is compiled."""
+"""A step whose estimated peak is at most this multiple of the budget may fit as written: it is compiled."""
 
 ENOUGH = 0.2
-"""A schedule between two plans that closes this share of the gap, of bytes times seconds, is not corrected: one halfway
+"""A schedule between two plans is not corrected if it closes this share of the gap (bytes times seconds): one halfway
 between them on a straight line closes a quarter."""
 
 SURELY = 0.5
-"""A step whose estimate is at most this share of the budget is assumed to fit: it is compiled once, to run, and not
-planned."""
+"""A step whose estimated peak is at most this share of the budget is assumed to fit: it is compiled once, to run."""
 
 
 @dataclass
 class Before:
-    """Results of plans of a step for other budgets: what was `compiled`, and their `rounds`."""
+    """Results of planning the same step for other budgets: the `compiled` schedules, and their `rounds`."""
 
     compiled: Compiled = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
@@ -62,7 +63,7 @@ def make_plan(
 ) -> Planned:
     """Plan a step for its arguments.
 
-    **Arguments:** `baseline` of the step, where it is measured already; `before` what was found on it.
+    **Arguments:** `baseline` of the step, if measured already; `before` the results for other budgets on it.
 
     **Raises:** `InfeasibleBudgetError`, `BudgetError`, `SolverError`.
     """
@@ -73,7 +74,7 @@ def make_plan(
 
 
 class Gap(NamedTuple):
-    """A gap between two plans: the peaks of both, and the shares of the step's time that they take longer."""
+    """A gap between two plans: the peaks and overheads of both."""
 
     low_nbytes: int
     low_overhead: float
@@ -87,11 +88,11 @@ class Gap(NamedTuple):
 
     @property
     def size(self) -> float:
-        """How much the two differ, in bytes times a share of the step's time."""
+        """The area between the two, in bytes times a share of the step's time."""
         return (self.high_nbytes - self.low_nbytes) * (self.low_overhead - self.high_overhead)
 
     def closed_by(self, found: CompiledCandidate) -> float:
-        """Return how much of it a schedule closes that needs less than the one and takes less than the other."""
+        """Return the area that a schedule closes; 0 unless it needs less than the one and is faster than the other."""
         told = found.round
         overhead = told.compiled_overhead if found.graph.backend.fuses_reductions else told.overhead
         fewer, less = self.high_nbytes - found.peak_nbytes, self.low_overhead - max(overhead, 0.0)
@@ -101,10 +102,9 @@ class Gap(NamedTuple):
 def make_plan_between(
     problem: Problem, request: Request, gap: Gap, baseline: Baseline, before: Before
 ) -> Planned | None:
-    """Return a plan in a gap between two others, whose budget is what it needs; the request's is not looked at. None
-    where none was found.
+    """Return a plan in a gap between two others, with its peak as its budget, or None. The request's budget is ignored.
 
-    **Arguments:** `baseline` and `before` as of `make_plan`.
+    **Arguments:** `baseline` and `before` as in `make_plan`.
     """
     with timed() as stopwatch:
         found = _Planner(problem, request, stopwatch, baseline, before).between(gap)
@@ -121,10 +121,9 @@ def make_plan_of(
     baseline: Baseline | None,
     before: Before | None = None,
 ) -> Planned:
-    """Return the plan of a schedule that is known already, whose budget is what it needs; the request's is not
-    looked at.
+    """Return the plan of a given schedule, with its peak as its budget. The request's budget is ignored.
 
-    **Arguments:** `baseline` of the step, None where nothing is to be compiled; `before` as of `make_plan`.
+    **Arguments:** `baseline` of the step, None if nothing is to be compiled; `before` as in `make_plan`.
     """
     with timed() as stopwatch:
         found = _Planner(problem, request, stopwatch, baseline, before or Before()).follow(graph, solution)
@@ -134,8 +133,8 @@ def make_plan_of(
 
 @dataclass
 class _Planner:
-    """Plans for one budget, on a `baseline` from which the step's other plans may start too; None until it is measured,
-    and where nothing is compiled.
+    """Planner for one budget. Other plans of the step may share its `baseline`, which is None until measured, and if
+    nothing is compiled.
     """
 
     problem: Problem
@@ -174,7 +173,7 @@ class _Planner:
         budget = asked.nbytes or parse_budget(asked.budget, asked.device_nbytes)
         if budget != "min":
             self.margin_nbytes = parse_margin(planning.workspace_margin, budget)
-            budget -= self.margin_nbytes  # from here on what the compiled peak may be
+            budget -= self.margin_nbytes  # from here on, the most that the compiled peak may be
         if not planning.verify:
             return self._unverified(budget)
         fits = budget != "min" and not problem.must_plan and self._plain_fits(budget)
@@ -186,7 +185,7 @@ class _Planner:
             return self._as_written(budget)
 
     def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
-        """**Arguments:** `fits` whether the plain step fits."""
+        """Search for a plan. **Arguments:** `fits` whether the plain step fits."""
         baseline = self._measured()
         search = self.problem.defects.attempted("pricing", self._measured_search)
         if search is None:
@@ -197,8 +196,8 @@ class _Planner:
                 return self._plain(baseline.peak_nbytes)
             found = self._combined(search, found, found.peak_nbytes)
             return self._planned(search, found, found.peak_nbytes)
-        if fits:  # as written it does; without its checkpoints it may be faster in no more memory
-            with warnings.catch_warnings():  # nobody waits for it
+        if fits:  # without the user's checkpoints the step may be faster in no more memory
+            with warnings.catch_warnings():  # the plain step runs if the solver finds nothing
                 warnings.filterwarnings("ignore", "The integer program found no solution", JaxrematWarning)
                 found = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
             return self._plain(budget) if found is None else self._planned(search, found, budget)
@@ -236,7 +235,7 @@ class _Planner:
             search.approach(lambda: gap.middle_nbytes, 1)
             found = max(filter(gap.closed_by, search.ledger.compiled), key=gap.closed_by, default=None)
             enough = found is not None and gap.closed_by(found) >= ENOUGH * gap.size
-            if enough or len(search.ledger.compiled) <= count:  # or nothing more is promised
+            if enough or len(search.ledger.compiled) <= count:  # no candidate was worth this round
                 break
         if found is None:
             return None
@@ -244,8 +243,8 @@ class _Planner:
         return self._planned(search, found, found.peak_nbytes)
 
     def _plain_fits(self, budget: int) -> bool:
-        """Return whether the plain step keeps the budget; it is compiled where that is likely, the tagged one is
-        anyway.
+        """Return whether the plain step fits the budget. Compiles it if that is likely, and the tagged step unless that
+        is certain.
         """
         problem, likely = self.problem, LIKELY * budget
         if self.baseline is None:
@@ -260,15 +259,15 @@ class _Planner:
         return written is not None and written <= budget
 
     def _measured(self) -> Baseline:
-        """Return the baseline, which is measured now if it is not yet."""
+        """Return the baseline, measuring it first if needed."""
         if self.baseline is None:
             self.baseline = measure_baseline(self.problem, plain=False, tagged=True)
         return self.baseline
 
     def _as_written(self, budget: int | Literal["min"]) -> Planned:
-        """Return the plain step, where no variant could be made.
+        """Return the plain step, if no variant could be built.
 
-        **Raises:** `InfeasibleBudgetError` if it exceeds; `CompilationError` if it is not compiled either.
+        **Raises:** `InfeasibleBudgetError` if it exceeds the budget; `CompilationError` if it does not compile either.
         """
         if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
@@ -280,7 +279,7 @@ class _Planner:
         return self._plain(room)
 
     def _plain(self, budget: int) -> Planned:
-        """Return the plain step, compiled where plans are."""
+        """Return the plain step, compiled if plans are verified."""
         problem, graph = self.problem, self.problem.estimated
         if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
@@ -333,13 +332,13 @@ class _Planner:
         return self._as_written(budget) if jitted is None else Planned(plan, jitted, None)
 
     def _combined(self, search: Search, found: CompiledCandidate, budget: int) -> CompiledCandidate:
-        """Return what was found, or what `Search.combined` finds where devices add something up."""
+        """Return the candidate, or the result of `Search.combined` for a step on several devices."""
         if self.problem.division.devices == 1 or found.solution.schedule.drops_nothing:
             return found
         return search.combined(found, budget)
 
     def _least_compiled(self) -> int:
-        """Return the least compiled peak that is found without pins."""
+        """Return the least compiled peak of a search without pins."""
         return self._measured_search(pinned=False).lowest().peak_nbytes
 
     def _least_predicted(self) -> int:
@@ -349,7 +348,7 @@ class _Planner:
     def _measured_search(self, *, pinned: bool = True) -> Search:
         baseline = self._measured()
         graphs = baseline.graphs if pinned else UnpinnedGraphs(baseline.graphs)
-        _ = graphs.plain  # made while the plain step is still being compiled
+        _ = graphs.plain  # build the graph while the plain step compiles in another thread
         if (compiled := baseline.measured or (baseline.tagged_form and baseline.tagged)) is not None:
             self.effort.compile_seconds = compiled.compile_seconds
         compiler = StepCompiler(
@@ -362,7 +361,7 @@ class _Planner:
         return self._search(graphs, compiler)
 
     def _search(self, graphs: Space, compiler: StepCompiler | None = None) -> Search:
-        """**Arguments:** `compiler` None where nothing is compiled."""
+        """Return a search. **Arguments:** `compiler` None if nothing is compiled."""
         planning = self.request.planning
         return Search(
             graphs,
@@ -397,7 +396,7 @@ class _Planner:
         )
 
     def _searched_nbytes(self) -> int:
-        """Return what is not there all the time of the step with its checkpoints undone, however they were written."""
+        """Return the temporaries of the step with the user's checkpoints undone, where the tagged step was compiled."""
         if self.baseline is not None and self.baseline.tagged_form:
             return self.baseline.tagged.memory.temporaries_nbytes
         return self._temporaries()

@@ -1,6 +1,6 @@
-"""Graph, schedules -> account: what a report tells of the graph itself, compact enough to be kept in the plan's file.
+"""Graph, schedules -> account: the data about the graph that a report needs, compact enough for the plan's file.
 
-Law: the bytes saved and not saved by all modules together are those of the plan's actions.
+Invariant: the saved and unsaved bytes of all modules add up to those of the plan's actions.
 """
 
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from .._model._timeline import Group, Groups, Timeline, module_path, rounded, ti
 
 
 class Share(NamedTuple):
-    """One module's share, without that of modules inside it.
+    """One module's share, without the modules inside it.
 
-    **Fields:** `path` its name, with those around it; `saved_nbytes`, `recomputed_nbytes` and `dropped_nbytes` (neither
-    saved nor needed again) of its residuals; `seconds` of running its forward pass once more, and `extra_seconds` that
-    recomputation takes.
+    **Fields:** `path` the names of its parents and its own; `saved_nbytes`, `recomputed_nbytes` and `dropped_nbytes`
+    (neither saved nor needed again) of its residuals; `seconds` of running its forward pass once more, and
+    `extra_seconds` of recomputation.
     """
 
     path: tuple[str, ...]
@@ -30,12 +30,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where the step's memory and time go, as modelled.
+    """The step's memory and time by module and over time, by the model.
 
-    **Fields:** `base_nbytes` arguments + outputs - aliased bytes; `step_seconds` of the plain step; `loops` how many of
-    its loops are inlined, whose bodies the timelines play once; `plain` and `planned` timelines, None
-    where the step is left as it is, and the `groups` that they name by index; `shares` by module, in the order of the
-    program.
+    **Fields:** `base_nbytes` arguments + outputs - aliased bytes; `step_seconds` of the plain step; `loops` the number
+    of inlined loops, whose bodies the timelines show once; `plain` and `planned` timelines, None if the plain step
+    runs, and the `groups` that they name by index; `shares` by module, in program order.
     """
 
     base_nbytes: int
@@ -48,12 +47,12 @@ class Account:
 
     @property
     def runs(self) -> tuple[Timeline, ...]:
-        """The timelines that there are, the plain step's first."""
+        """The existing timelines, the plain step's first."""
         return (self.plain,) if self.planned is None else (self.plain, self.planned)
 
 
 def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
-    """Return the account of a schedule of a graph; `plain` is the graph of the step as it is."""
+    """Return the account of a schedule of a graph; `plain` is the graph of the plain step."""
     groups = Groups()
     before = _before(plain, groups)
     after = timeline(graph, schedule, max(plain.step_seconds + extra_seconds(graph, schedule), 0.0), groups)
@@ -62,7 +61,7 @@ def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
 
 
 def account_of_plain(plain: Graph) -> Account:
-    """Return the account of the step as it is."""
+    """Return the account of the plain step."""
     groups = Groups()
     before = _before(plain, groups)
     shares = _shares(plain, close_over_dependencies(plain, plain.residuals))
@@ -71,7 +70,7 @@ def account_of_plain(plain: Graph) -> Account:
 
 
 def _before(plain: Graph, groups: Groups) -> Timeline:
-    # One stage: the plain step has no barriers, so that nothing waits for one.
+    # One stage: the plain step has no barriers to wait for.
     whole = (Stage(plain.forward_stop, len(plain.nodes)),) if plain.stages else ()
     plain = replace(plain, stages=whole)
     return timeline(plain, close_over_dependencies(plain, plain.residuals), plain.step_seconds, groups)
@@ -100,5 +99,5 @@ def _shares(graph: Graph, schedule: Schedule) -> tuple[Share, ...]:
 
 
 def _path(node: Node) -> tuple[str, ...]:
-    """Return its modules; its line where it stands in none."""
+    """Return the modules of a node; its source line if it is in none."""
     return module_path(node.scope) or (node.source or "(no name)",)

@@ -1,4 +1,4 @@
-"""Graph + schedule -> what is done with each residual, in words, and by name as a policy for `jax.checkpoint`."""
+"""Graph, schedule -> the action for each residual, as text, and by name as a policy for `jax.checkpoint`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from .._runtime._errors import ArgumentError
 class Action:
     """A plan's decision about one residual.
 
-    **Fields:** `value`, its id; `name`, the user's `checkpoint_name`, else the primitive that makes it; `shape` as
-    text; `nbytes`; `action`; `stages`, in which it is recomputed (none if nothing reads it), or before which it comes
-    back from host memory; `scope`, the name stack; `source`, the user's line; `pin`, the hint that decided it, else "";
-    `named`, whether the name is the user's; `sent`, what devices do to make it: add up, gather; `decision`, whether it
-    is saved because a decision runs once (see `_rewrite._decisions`).
+    **Fields:** `value`, its id; `name`, the user's `checkpoint_name`, else the primitive that computes it; `shape` as
+    text; `nbytes`; `action`; `stages`, in which it is recomputed (none if nothing reads it), or before which it is
+    copied back from host memory; `scope`, the name stack; `source`, the user's line; `pin`, the hint that decided it,
+    else ""; `named`, whether the name is the user's; `sent`, the communication that computes it: a sum, a gather;
+    `decision`, whether it is saved because a decision runs once (see `_rewrite._decisions`).
     """
 
     value: int
@@ -46,25 +46,25 @@ class Action:
 
 
 class Actions:
-    """A plan's decisions about values; `actions` has each, largest first."""
+    """A plan's decisions about values, in `actions`, largest first."""
 
     actions: tuple[Action, ...]
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed, and nothing is offloaded. A step may have barriers for updates
-        all the same, where `stages` has any.
+        """Whether nothing is recomputed and nothing is offloaded. The step may still have barriers for updates, if it
+        has `stages`.
         """
         return all(a.action == "save" for a in self.actions)
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes of the residuals that are saved, on the device or in host memory."""
+        """Bytes of the saved residuals, on the device or in host memory."""
         return sum(a.nbytes for a in self.actions if a.action != "recompute")
 
     @property
     def offloaded_nbytes(self) -> int:
-        """Bytes of those that are offloaded to host memory."""
+        """Bytes of the residuals that are offloaded to host memory."""
         return sum(a.nbytes for a in self.actions if a.action == "offload")
 
     @property
@@ -74,10 +74,10 @@ class Actions:
 
     @property
     def saved_names(self) -> frozenset[str]:
-        """The names that `policy` saves, on the device or in host memory. Of values that share a name, all are,
-        if at least half of their bytes are.
+        """The names that `policy` saves, on the device or in host memory. A name is saved if the plan saves at least
+        half of the bytes of its values.
 
-        **Raises:** `ArgumentError` where the plan knows no names.
+        **Raises:** `ArgumentError` if the plan has no names.
         """
         saved = self._most(lambda action: action.action != "recompute")
         if not any(action.named for action in self.actions):
@@ -90,11 +90,11 @@ class Actions:
 
     @property
     def offloaded_names(self) -> frozenset[str]:
-        """Those of `saved_names` that `policy` offloads, by the same rule."""
+        """The `saved_names` that `policy` offloads, by the same rule."""
         return self._most(lambda action: action.action == "offload")
 
     def _most(self, chosen: Callable[[Action], bool]) -> frozenset[str]:
-        """Return the names at least half of whose bytes are chosen."""
+        """Return the names with at least half of their bytes chosen."""
         balance: Counter[str] = Counter()
         for action in self.actions:
             if action.named:
@@ -102,19 +102,19 @@ class Actions:
         return frozenset(name for name, nbytes in balance.items() if nbytes >= 0)
 
     def policy(self) -> Any:
-        """Return a policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan` that saves what
-        this does.
+        """Return a policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan` that saves the
+        values of this plan.
 
         Policies know values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, so the plan must be of a
         program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name the operands of
         `tanh` and the like rather than the results: their derivatives read the result, not its named copy.
 
-        JAX offloads the values that the plan offloads, see `offloaded_names`. A policy cannot say when copies begin:
-        the compiler may begin all of them at once, which a planned step does not.
+        JAX offloads the values that the plan offloads, see `offloaded_names`. A policy cannot schedule copies: the
+        compiler may start all of them at once, which a planned step avoids.
 
-        **Raises:** `ArgumentError` where the plan knows no names.
+        **Raises:** `ArgumentError` if the plan has no names.
         """
-        from ._name_policy import by_name  # JAX's: the rest of a plan is read and made without it
+        from ._name_policy import by_name  # imports JAX, which the rest of a plan does not need
 
         return by_name(self.saved_names, self.offloaded_names)
 
@@ -122,8 +122,8 @@ class Actions:
 class Decided(NamedTuple):
     """Values of the forward pass that are saved for the backward pass because decisions run once.
 
-    **Fields:** `values`: how many, and all their `nbytes`. They include masks and indices that no solver weighs,
-    because kernels write them beside their results.
+    **Fields:** the number of `values`, and their `nbytes`. They include masks and indices that solvers do not consider,
+    because kernels write them together with their results.
     """
 
     values: int = 0
@@ -141,7 +141,7 @@ NONE_DECIDED = Decided()
 
 
 def decided(graph: Graph, schedule: Schedule) -> Decided:
-    """Count what a schedule keeps of decisions."""
+    """Count the values that a schedule saves because of decisions."""
     waiting = [v for node in graph.nodes if not node.forward for v in node.inputs]
     waiting += [v for nodes in schedule.recomputed for n in nodes for v in graph.nodes[n].inputs]
     seen: set[int] = set()
@@ -154,13 +154,13 @@ def decided(graph: Graph, schedule: Schedule) -> Decided:
         node = graph.nodes[graph.values[v].producer]
         if node.decides:
             kept.add(v)
-        elif not graph.values[v].materialised:  # made again by whatever reads it
+        elif not graph.values[v].materialised:  # each reader recomputes it
             waiting.extend(node.inputs)
     return Decided(len(kept), sum(graph.values[v].saved_nbytes for v in kept))
 
 
 def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
-    """Return what a schedule does to each residual, largest first."""
+    """Return the action of a schedule for each residual, largest first."""
     stages: dict[int, list[int]] = {}
     for k, nodes in enumerate(schedule.recomputed):
         for n in nodes:
@@ -203,8 +203,8 @@ def _sent(node: Node) -> tuple[Literal["sum", "gather"], ...]:
 def _names(graph: Graph) -> dict[int, str]:
     """Return the user's names of residuals.
 
-    A name often stands behind a fused operation, `checkpoint_name(x @ w + b, "hidden")`, and in memory is the product.
-    Where nothing else reads that, saving the one comes to saving the other.
+    A name often follows a fused operation, `checkpoint_name(x @ w + b, "hidden")`, while the product is in memory. If
+    nothing else reads the product, saving one is equivalent to saving the other.
     """
     readers: dict[int, list[int]] = {}
     for node in graph.nodes:

@@ -1,7 +1,4 @@
-"""Outcome -> the rows and sentences that every form of a report shows.
-
-What every picture and table of a report says to a reader who has never seen one: what it is, what to look at.
-"""
+"""Outcome -> the rows and sentences of a report, in text and HTML, with notes on how to read its charts and tables."""
 
 import re
 from collections.abc import Iterable
@@ -50,7 +47,7 @@ NOTES = {
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds for people, three digits: `1.38 s`, `12.0 ms`, `840 us`."""
+    """Return seconds as text with three digits: `1.38 s`, `12.0 ms`, `840 us`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= 0.9995 * scale:
             return f"{_three(seconds / scale)} {unit}"
@@ -63,12 +60,12 @@ def _three(number: float) -> str:
 
 
 def is_plain(outcome: Outcome) -> bool:
-    """Return whether the step is left as it is."""
+    """Return whether the plain step runs."""
     return outcome.account.planned is None
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return the whole in one sentence."""
+    """Return the result in one sentence."""
     peak, budget = format_nbytes(outcome.peak_nbytes), format_nbytes(outcome.budget_nbytes)
     needs = "needs" if outcome.compiled_peak_nbytes else "is expected to need"
     if is_plain(outcome):
@@ -80,7 +77,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def price(outcome: Outcome) -> str:
-    """Return what it costs, in one sentence."""
+    """Return the plan's cost in one sentence."""
     if is_plain(outcome):
         return "The plan costs nothing: the program is the one that jax.jit compiles."
     modelled = (
@@ -98,7 +95,7 @@ def _more(share: float) -> str:
 
 
 def memory_note(outcome: Outcome) -> str:
-    """Return what the pictures of memory show, and what to look at."""
+    """Return a note on how to read the charts of memory."""
     note = NOTES["plain memory" if is_plain(outcome) else "memory"]
     if (run := outcome.account.planned) is not None and run.copies:
         gone, back = (format_seconds(run.link_seconds(back)) for back in (False, True))
@@ -107,7 +104,7 @@ def memory_note(outcome: Outcome) -> str:
 
 
 def remarks(outcome: Outcome) -> str:
-    """Return what else to know of the figures, in sentences; "" for nothing."""
+    """Return further remarks on the figures, in sentences, or ""."""
     found = clauses(outcome)
     if outcome.devices > 1:
         found.append(f"all bytes are per device (of {outcome.devices})")
@@ -118,7 +115,7 @@ def remarks(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Residuals that look alike and share a fate: how many, all their bytes, which stages, where, by which pin."""
+    """Similar residuals with the same action: their number, total bytes, stages, place and pin."""
 
     fate: str
     count: int
@@ -132,13 +129,13 @@ class Values:
 
     @property
     def when(self) -> str:
-        """The stages, `3` or `3 to 9`; "" where it is not recomputed."""
+        """The stages, `3` or `3 to 9`; "" if the values are not recomputed."""
         first, last = (self.stages[0], self.stages[-1]) if self.stages else ("", "")
         return str(first) if first == last else f"{first} to {last}"
 
 
 def largest(actions: Iterable[Action]) -> list[Values]:
-    """Return residuals in groups, those with most bytes in all first."""
+    """Return residuals in groups, those with most bytes first."""
     groups: dict[tuple[str, ...], list[Action]] = {}
     for a in actions:
         fate = "drop" if a.action == "recompute" and not a.stages else a.action
@@ -165,7 +162,7 @@ def largest(actions: Iterable[Action]) -> list[Values]:
 
 @dataclass
 class Branch:
-    """One module with all inside of it; `children` by name, in the order of the program."""
+    """One module with those inside it; `children` by name, in program order."""
 
     name: str
     saved_nbytes: int = 0
@@ -177,7 +174,7 @@ class Branch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its residuals."""
+        """Bytes of all residuals of the module."""
         return self.saved_nbytes + self.recomputed_nbytes + self.dropped_nbytes
 
 
@@ -198,7 +195,7 @@ def modules(account: Account) -> Branch:
 
 
 def rounds(outcome: Outcome) -> list[tuple[str, ...]]:
-    """Return the solver's log: a row for each schedule that was compiled, under `ROUND`."""
+    """Return the search's log: a row for each compiled schedule, under `ROUND`."""
     rows = []
     for i, r in enumerate(outcome.rounds, 1):
         room = outcome.budget_nbytes - outcome.margin_nbytes
@@ -226,7 +223,7 @@ ROUND = ("round", "predicted", "compiled", "fits", "overhead", "roofline", "gap"
 
 
 def verified(outcome: Outcome) -> list[tuple[str, str]]:
-    """Return what the compiler confirmed, in rows of a name and a figure; none where nothing was compiled."""
+    """Return the figures that the compiler confirmed, in rows of name and figure; none if nothing was compiled."""
     memory = outcome.memory
     if memory is None or outcome.compiled_peak_nbytes is None:
         return []
@@ -252,14 +249,14 @@ def verified(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def tidy(source: str) -> str:
-    """Return a source line without the inner functions that nobody named: `net.py:7 (Net.__call__)`."""
+    """Return a source line without anonymous inner functions: `net.py:7 (Net.__call__)`."""
     return re.sub(r"(\.<locals>)?(\.<(lambda|genexpr|listcomp)>|\.<locals>)", "", source)
 
 
 def module_of(alive: Iterable[Alive]) -> str:
     """Return the module of a group of arrays, with `*` for numbers that differ.
 
-    What made an array has a name such as `jit(step)/jvp(Net)/Dense_0/dot_general`; its module is `Net/Dense_0`.
+    The operation of an array has a name such as `jit(step)/jvp(Net)/Dense_0/dot_general`; the module is `Net/Dense_0`.
     """
     modules = {"/".join(module_path(a.scope.partition("/")[2].rpartition("/")[0])) for a in alive}
     return modules.pop() if len(modules) == 1 else " or ".join(sorted(set(map(numberless, modules)))[:2])

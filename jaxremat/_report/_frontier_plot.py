@@ -1,4 +1,4 @@
-"""Frontier -> a picture of memory against time, on matplotlib axes."""
+"""Frontier -> a plot of memory against time, on matplotlib axes."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ _STEPS = 200
 """Places at which the lower bound is drawn."""
 
 IN_PICTURE = 1.5
-"""Rules by hand that take longer than so many times the most expensive point stand at the edge."""
+"""Hand-written rules above this multiple of the most expensive point's overhead are drawn at the edge."""
 
 _ROOM = 1.15
 """Space shown above the most expensive point; hand-written rules beyond it are at the edge, with their figure."""
 
 
 def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
-    """See `Frontier.plot`."""
+    """Draw a frontier, see `Frontier.plot`."""
     require("Drawing a frontier", "tools", "matplotlib")
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
@@ -30,14 +30,14 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
     points = sorted(frontier, key=lambda p: (p.peak_nbytes, p.budget_nbytes))
     most = max(frontier.cost(p) for p in points) or 0.01
     top = _ROOM * max([most, *(c for c in map(frontier.cost, frontier.policies) if c <= IN_PICTURE * most)])
-    if frontier.judged == "compiled":  # what is proven is proven of the model, which is drawn too then
+    if frontier.judged == "compiled":  # the bound is on the model's figures, so these are drawn too
         top = max(top, _ROOM * max(p.overhead for p in points))
         ax.plot(
             [p.peak_nbytes for p in points], [p.overhead for p in points], ".:",
             color="0.5", lw=1, zorder=1, label="the same plans, by the model",
         )  # fmt: skip
     _bound(frontier, ax, points[0].peak_nbytes, top)
-    # Between two points the smaller one's plan is the best that is known, and fits.
+    # Between two points, the plan of the smaller budget is the best known one that fits.
     ax.step(
         [p.peak_nbytes for p in points], [frontier.cost(p) for p in points], where="post",
         color="C0", lw=1.5, zorder=2,
@@ -83,18 +83,18 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
 
 
 def _tick(span_nbytes: float) -> float:
-    """Return a distance between ticks that is a round number in binary units, for at most eight of them."""
+    """Return a distance between ticks, round in binary units, for at most eight ticks."""
     unit = 2.0 ** (10 * max((int(span_nbytes).bit_length() - 1) // 10, 0))
     power = 10.0 ** math.floor(math.log10(span_nbytes / unit / 8))
     return unit * next(n * power for n in (1, 2, 5, 10) if 8 * n * power >= span_nbytes / unit)
 
 
 def _bound(frontier: Any, ax: "Axes", low: int, top: float) -> None:
-    """Draw the region that no plan of the model reaches, where something is proven."""
+    """Draw the region below the lower bound, if there is one."""
     high = frontier.plain.peak_nbytes
     if not frontier.bounds or high <= low:
         return
-    # What is proven speaks of predicted peaks; a compiled one is larger or smaller by what the model errs.
+    # The bound is on predicted peaks; compiled ones differ by the model's error.
     places = [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
     heights = [min(max(frontier.lower_bound(int(x)), 0.0), top) for x in places]
     ax.fill_between(places, heights, color="0.88", lw=0, zorder=0, label="below the model's proven bound")

@@ -1,6 +1,6 @@
 """Outcome -> HTML: a whole page, or a fragment for notebooks. Needs jinja2.
 
-Timeline -> the shapes of its picture, in a box of `WIDTH` by `HEIGHT` that the page stretches.
+`chart` turns timelines into shapes, in a box of `WIDTH` by `HEIGHT` that the page stretches.
 """
 
 import re
@@ -33,25 +33,25 @@ from ._outcome import Outcome, alike, by_kind, bytes_of
 WIDTH, HEIGHT = 1000, 300
 
 LAYERS = ("base", "forward", "recomputed", "backward", "scratch")
-"""From the bottom of the picture to its top."""
+"""The layers of the chart from bottom to top."""
 
 
 class Layer(NamedTuple):
-    """An area from the bottom up to all that is below its upper edge: `path` of an SVG, drawn before lower ones."""
+    """An area from the bottom of the chart to the layer's upper edge: an SVG `path`, drawn before lower layers."""
 
     kind: str
     path: str
 
 
 class Line(NamedTuple):
-    """A level: how far from the top, in percent, and what it says."""
+    """A horizontal line: its distance from the top, in percent, and its label."""
 
     top: float
     nbytes: int
 
 
 class Stretch(NamedTuple):
-    """A pass, or a copy: from where to where, in the box's units."""
+    """A pass, or a copy: its start and end, in the box's units."""
 
     kind: str
     begin: float
@@ -59,11 +59,11 @@ class Stretch(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The picture of one run.
+    """The chart of one run.
 
-    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `copies` to host memory
-    and back, none where there are none; `forward` where the backward pass begins and `end` where the run ends, in
-    percent; `measured` the compiled peak, and `modelled_nbytes` the curve's own.
+    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `copies` to host memory and
+    back; `forward` where the backward pass begins and `end` where the run ends, in percent; `measured` the compiled
+    peak, and `modelled_nbytes` the peak of the curve.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Panel(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """All pictures, on the same scales: `ticks` of the memory, the `budget` line if it is on them, `seconds` in all."""
+    """All panels, on the same scales: `ticks` of memory, the `budget` line if it is in range, total `seconds`."""
 
     panels: tuple[Panel, ...]
     ticks: tuple[Line, ...]
@@ -87,14 +87,14 @@ class Chart(NamedTuple):
 
 
 def chart(outcome: Outcome) -> Chart:
-    """Return the pictures of a plan: of the plain step and the planned one, or of the one that is both."""
+    """Return the charts of a plan: the plain and the planned step, or the plain step if it runs."""
     account = outcome.account
     compiled = outcome.compiled_peak_nbytes
     plain = None if outcome.baseline_modelled else outcome.baseline_peak_nbytes
     names = ("Plain step", "Planned step")
     runs = list(zip(names, account.runs, (plain, compiled), strict=False))
     highest = max(max(_peak(account, run), measured or 0) for _, run, measured in runs)
-    shown = outcome.budget_nbytes <= 1.5 * highest  # a budget far above would flatten the picture
+    shown = outcome.budget_nbytes <= 1.5 * highest  # a budget far above would flatten the curve
     top = 1.08 * max(highest, outcome.budget_nbytes if shown else 0, 1)
     seconds = max(run.seconds for _, run, _ in runs) or 1.0
 
@@ -172,7 +172,7 @@ def _across(at: float, seconds: float) -> int:
 
 
 def _ticks(top: float) -> Sequence[int]:
-    """Up to six round numbers of bytes from 0 up."""
+    """Return up to six round numbers of bytes from 0 up."""
     steps = (
         round_number * 1024**k for k in range(6) for round_number in (1, 2, 5, 10, 20, 50, 100, 200, 500)
     )
@@ -180,7 +180,7 @@ def _ticks(top: float) -> Sequence[int]:
 
 
 VALUES = 24
-"""Rows of the tables of values, at most; the rest is summed up."""
+"""Most rows of the tables of values; the others are summed up in one row."""
 
 _WORDS = {
     "base": "arguments and outputs",
@@ -194,7 +194,7 @@ _WORDS = {
 def page(outcome: Outcome, whole: bool = True, summary: bool = False) -> str:
     """Return the report as HTML.
 
-    **Arguments:** `whole`: a page of its own, not a fragment; `summary`: only its beginning.
+    **Arguments:** `whole`: a complete page, not a fragment; `summary`: only its beginning.
     """
     values, alive = largest(outcome.actions), alike(outcome.alive)
     return _template().render(
@@ -221,7 +221,7 @@ def page(outcome: Outcome, whole: bool = True, summary: bool = False) -> str:
 
 
 def _moments(outcome: Outcome) -> dict[str, Any]:
-    """Return what the page shows of each moment under the pointer, in few words: see `report.js`."""
+    """Return the data of each moment that the page shows under the pointer, in compact form: see `report.js`."""
     account = outcome.account
     return {
         "base": account.base_nbytes,
@@ -235,7 +235,7 @@ def _moments(outcome: Outcome) -> dict[str, Any]:
 
 
 def _breakable(path: str) -> Any:
-    """Return a path as HTML that may be broken where a reader would."""
+    """Return a path as HTML with line breaks allowed at natural places."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([/_.])|(?=\()", r"\1<wbr>", str(escape(path))))

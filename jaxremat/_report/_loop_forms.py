@@ -1,6 +1,6 @@
-"""Lengths by level of a step's loops, chunks of its rows -> what became of each, in words.
+"""Lengths by level of a step's loops, chunks of its rows -> the form of each, as text.
 
-Values that a plan keeps in fewer bits -> how many, and what that saves, in words.
+Also: values that a plan saves in fewer bits -> their number and the saved bytes, as text.
 """
 
 import math
@@ -15,8 +15,8 @@ from .._runtime._bytes import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class LoopForm:
-    """How a plan runs a scan and its backward scan, a region of rows, or attention, where that differs from what is
-    written.
+    """The form in which a plan runs a scan and its backward scan, a region of rows, or attention, if it differs from
+    the plain step's.
 
     **Fields:**
 
@@ -97,15 +97,14 @@ def loop_forms(
     chain: str = "",
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
-    """Return of the loops that are not left as they are, and of the rows that are in chunks, or would be on one
-    device.
+    """Return the forms of changed loops, and of rows that are in chunks or would be on one device.
 
-    **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, whether some
-    of it is done twice then, whether it is within a loop, and whether rows are read around those of a chunk;
-    `rows_inside` the same of the program in microbatches; `inner` the lengths of inner loops that are inlined, and the
-    user's lines; `attention` the user's line of each that is done without its matrix of scores, whether in kernels, and
-    whether its gradient is; `chain` the user's line of the first undone block; `devices` how many the compiler divides
-    the step among.
+    **Arguments:** `rows` of each region that may be in chunks, with the user's line, whether it is most of the step,
+    whether some of it then runs twice, whether it is inside a loop, and whether chunks read rows around their own;
+    `rows_inside` the same for the program in microbatches; `inner` the lengths of inlined inner loops, and the user's
+    lines; `attention` the user's line of each attention without its matrix of scores, whether it runs in kernels, and
+    whether its gradient does; `chain` the user's line of the first undone block; `devices` the number of devices among
+    which the compiler divides the step.
     """
     levels, chunks, undone = form.settings(LOOP), form.settings(ROWS), form.settings(REVERSED)
     inside, none = form.settings(INSIDE), tuple[int, ...]()
@@ -149,10 +148,10 @@ def loop_forms(
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The saved values of one kind of which only a copy in fewer bits is kept.
+    """The values that are saved only as a copy in fewer bits, by kind.
 
     **Fields:** `kind` of the copies, `"bfloat16"`, ..., or `"bits"` for masks; `count` of values; `whole_nbytes`, their
-    own size; `nbytes`, the size of their copies; `exact`, whether the copies restore the values without rounding.
+    full size; `nbytes`, the size of their copies; `exact`, whether the copies restore the values without rounding.
     """
 
     kind: str

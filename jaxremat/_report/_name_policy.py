@@ -1,4 +1,4 @@
-"""Names -> a policy of JAX's own. The one door to JAX from plans, which open it when they are asked for a policy."""
+"""Names -> a policy for `jax.checkpoint`. Plans import JAX only through this module, when a policy is requested."""
 
 from collections.abc import Callable, Set
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 def by_name(saved: Set[str], offloaded: Set[str]) -> Callable[..., Any]:
     """Return a policy for `jax.checkpoint` that saves the values of these names, and no others.
 
-    **Arguments:** `offloaded` those of them that are in host memory meanwhile.
+    **Arguments:** `offloaded` the saved names whose values are offloaded to host memory.
     """
     policies = jax.checkpoint_policies
     if not saved & offloaded:

@@ -1,7 +1,4 @@
-"""The full result of planning: the decision about each value, its cost, and what the compiler confirmed.
-
-Seconds of planning by kind -> what a plan tells of them.
-"""
+"""The full result of planning: the decision about each value, its cost, the compiler's figures and planning times."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,11 +18,10 @@ from ._loop_forms import Copied, LoopForm
 class PlanningTime:
     """The wall-clock seconds of planning.
 
-    **Fields:** `seconds` in all; of these `trace_seconds` to trace and normalise the step, `compile_seconds` for all
+    **Fields:** `seconds` in total, of which `trace_seconds` to trace and normalise the step, `compile_seconds` for all
     compilations, `solve_seconds` in solvers; the rest is reading compiled modules, simulating and writing.
-    `first_seconds` when the first plan that fits was compiled, 0 where none was. `cut_short` whether a clock or
-    Ctrl-C ended the search before its work was done: another run may find a better plan.
-    Its work: `plans_compiled` and `solves`.
+    `first_seconds` until the first plan that fits was compiled, 0 if none was. `cut_short` whether a clock or Ctrl-C
+    ended the search early: another run may find a better plan. The search's work: `plans_compiled` and `solves`.
     """
 
     seconds: float = 0.0
@@ -46,7 +42,7 @@ class PlanningTime:
 
     @property
     def work(self) -> str:
-        """Return a clause about the search's work, which does not depend on a clock."""
+        """A clause about the search's work, which does not depend on a clock."""
         plans, solves = ("" if count == 1 else "s" for count in (self.plans_compiled, self.solves))
         return f"{self.plans_compiled} plan{plans} compiled and {self.solves} solve{solves}"
 
@@ -70,8 +66,8 @@ class Round:
     """One schedule that was compiled during the search.
 
     **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
-    `compiled_overhead` as in `Plan`; `gap` to the solver's own bound; `solver`; `stages`, the number of stages of the
-    backward pass; `form` as in `Plan`; `fence`, the kind of barriers; `solve_seconds` since the round before;
+    `compiled_overhead` as in `Plan`; `gap` to the solver's bound; `solver`; `stages`, the number of stages of the
+    backward pass; `form` as in `Plan`; `fence`, the kind of barriers; `solve_seconds` since the previous round;
     `compile_seconds` to emit, compile and read it.
     """
 
@@ -89,9 +85,9 @@ class Round:
 
 
 class Collectives(NamedTuple):
-    """How often devices send each other something, by the compilers' count of operations.
+    """The number of collectives of one kind in the compiled steps.
 
-    **Fields:** `kind` such as `all-gather`; in the `plain` step and in the `planned` one.
+    **Fields:** `kind` such as `all-gather`; the number in the `plain` step and in the `planned` one.
     """
 
     kind: str
@@ -104,7 +100,7 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Actions):
-    """The part of a `Plan` that is for people; its fields are described there."""
+    """The part of a `Plan` that reports show; `Plan` describes its fields."""
 
     step: str
     budget_nbytes: int
@@ -140,17 +136,17 @@ class Outcome(Actions):
 
     @property
     def gathered_again(self) -> int:
-        """How many arrays devices gather again for the backward pass instead of keeping what they have gathered."""
+        """The number of arrays that are gathered again for the backward pass, instead of saved after the first time."""
         return sum(len(a.stages) for a in self.actions if "gather" in a.sent)
 
     @property
     def summed_again(self) -> int:
-        """How many sums devices make again, and send their parts of, instead of keeping them."""
+        """The number of sums over devices that are recomputed, instead of saved."""
         return sum(len(a.stages) for a in self.actions if "sum" in a.sent)
 
     @property
     def sent_again(self) -> str:
-        """A clause about the data that devices send each other again; "" for nothing."""
+        """A clause about repeated communication, or ""."""
         gathers = f"gather {self.gathered_again} arrays" if self.gathered_again else ""
         sums = f"add up {self.summed_again} sums" if self.summed_again else ""
         found = " and ".join(words for words in (gathers, sums) if words)
@@ -158,21 +154,21 @@ class Outcome(Actions):
 
     @property
     def peak_nbytes(self) -> int:
-        """The compiled peak; the predicted one where nothing was compiled."""
+        """The compiled peak, or the predicted one if nothing was compiled."""
         return self.compiled_peak_nbytes or self.predicted_peak_nbytes
 
     @property
     def plain_needs(self) -> str:
-        """The plain step's peak, and whose figure it is where that is not the compiler's."""
+        """The plain step's peak as text, with its source if that is not the compiler."""
         peak = format_nbytes(self.baseline_peak_nbytes)
         return f"about {peak} (modelled)" if self.baseline_modelled else peak
 
     def explain_peak(self, rows: int = 12) -> str:
-        """Return what fills the compiled step's memory at its peak, by kind and user's source line, the largest
+        """Return the arrays in the compiled step's memory at its peak as text, by kind and user's source line, largest
         first.
 
-        Equal arrays from the same line are one row. The liveness is read off the compiler's schedule; it may exceed
-        the compiler's own figure a little, because XLA also uses the memory of outputs.
+        Equal arrays from the same line are one row. Live ranges come from the compiler's schedule. Their total may be
+        slightly above the compiler's figure, because XLA also uses the memory of outputs.
         """
         if not self.alive:
             return (
@@ -196,7 +192,7 @@ class Outcome(Actions):
 
 
 def alike(alive: Iterable[Alive]) -> list[list[Alive]]:
-    """Return arrays in groups: equal ones from the same line, the groups of most bytes first."""
+    """Return arrays in groups of equal ones from the same line, those of most bytes first."""
     groups: dict[tuple[str, str, str], list[Alive]] = {}
     for a in alive:
         groups.setdefault((a.kind, a.shape, a.source or a.scope), []).append(a)
@@ -204,12 +200,12 @@ def alike(alive: Iterable[Alive]) -> list[list[Alive]]:
 
 
 def bytes_of(arrays: Iterable[Alive]) -> int:
-    """Return all their bytes."""
+    """Return the total bytes of arrays."""
     return sum(a.nbytes for a in arrays)
 
 
 def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
-    """Return bytes by kind, the most first."""
+    """Return bytes by kind, most first."""
     kinds: dict[str, int] = {}
     for a in alive:
         kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
@@ -256,7 +252,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
 
 
 def remarks(plan: Outcome) -> list[str]:
-    """Return what else to know of a plan's figures, a clause for each."""
+    """Return further remarks on a plan's figures, one clause each."""
     found: list[str] = []
     if plan.baseline_modelled:
         found.append(f"the plain step's figures are the model's: {plan.baseline_modelled}")

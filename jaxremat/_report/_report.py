@@ -1,4 +1,4 @@
-"""Outcome -> `Report`: one object that shows itself wherever it is looked at."""
+"""Outcome -> `Report`: one object with a text for terminals and HTML for notebooks and files."""
 
 import html
 import os

@@ -1,7 +1,4 @@
-"""Outcome -> the parts of the report for terminals, logs and files: pictures in characters, tables, notes.
-
-Outcome -> the report as text, with rich.
-"""
+"""Outcome -> the report as text for terminals, logs and files: charts in characters, tables, notes, drawn with rich."""
 
 import io
 from collections.abc import Iterator
@@ -36,19 +33,19 @@ from ._content import (
 from ._outcome import Outcome, alike, by_kind, bytes_of
 
 ROWS = 12
-"""Rows of a table in a terminal, at most."""
+"""Most rows of a table in a terminal."""
 
 WIDE, SPARED = 100, ("gap", "stages", "solver")
-"""Columns that the planner's log does without where the terminal is narrower."""
+"""Columns of the planner's log that are left out if the terminal is narrower."""
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report: a title, a picture in characters, a table under its column names, and what to look at.
+    """One part of the report: a title, a chart in characters, a table under its column names, and a note.
 
-    Columns whose name begins with `>` stand to the right.
+    Columns whose name begins with `>` are right-aligned.
     """
 
     title: str
@@ -59,7 +56,7 @@ class Section:
 
 
 def sections(outcome: Outcome, width: int) -> list[Section]:
-    """Return the report's parts; pictures are at most so wide."""
+    """Return the report's parts; charts have at most `width` columns."""
     found = [_memory(outcome, width)]
     if outcome.actions:
         found.append(_values(outcome))
@@ -100,7 +97,7 @@ def _memory(outcome: Outcome, width: int) -> Section:
 def _hill(
     run: Timeline, base_nbytes: int, top: int, budget: int, columns: int, height: int = 7
 ) -> Iterator[str]:
-    """Yield a timeline in characters: the largest of each column, the budget dotted, and the passes underneath."""
+    """Yield a timeline in characters: the maximum in each column, the budget as dots, and the passes underneath."""
     most = [0] * columns
     begins = [min(int(columns * m.seconds / (run.seconds or 1.0)), columns - 1) for m in run.moments]
     for moment, (first, last) in zip(run.moments, pairwise([*begins, columns]), strict=True):
@@ -190,7 +187,7 @@ def _times(count: int) -> str:
 
 
 def _line(source: str) -> str:
-    """`file.py:12`: the function is the first to go where space is short."""
+    """Return a source line without its function, to save space: `file.py:12`."""
     return source.partition(" (")[0]
 
 
@@ -229,7 +226,7 @@ def _table(section: Section) -> Table:
     )
     for name in section.columns:
         right = name.startswith(">")
-        long = name in ("line", "module", "where")  # these give way where the terminal is narrow
+        long = name in ("line", "module", "where")  # these shrink if the terminal is narrow
         table.add_column(
             name.removeprefix(">"),
             justify="right" if right else "left",
