@@ -131,7 +131,7 @@ def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
         trips = graph.total_trips
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
         more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
-    return Estimate(fewer, more, region.whole)
+    return Estimate(fewer, more, region.alone)
 
 
 def _inside(step: PlainStep, choice: Choice) -> Sites:

@@ -231,8 +231,8 @@ def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
 def _of_regions(program: FlatProgram, task: Task) -> FlatProgram:
     """Return the program with the regions that the form runs in chunks rewritten."""
     chosen = [(task.sites.regions[site], count) for site, (count,) in task.form.settings(ROWS).items()]
-    if any(region.whole for region, _ in chosen):  # smaller regions may share its equations
-        chosen = [each for each in chosen if each[0].whole]
+    if any(region.alone for region, _ in chosen):  # smaller regions may share its equations
+        chosen = [each for each in chosen if each[0].alone]
     return _chunked(program, chosen, task)
 
 

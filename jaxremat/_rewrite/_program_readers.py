@@ -7,6 +7,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._axes import BatchingRule, rules
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_draw, is_fusion_root
 from ._backward_equations import backward_equations
@@ -29,10 +30,24 @@ class Readers:
         self.loop_of, self.scopes = program.loop_of, program.scopes
         self.alive = [i for i, needed in enumerate(program.alive) if needed]
         self.maker = {v: i for i in self.alive for v in self.eqns[i].outvars}
+        self._rules: dict[int, tuple[BatchingRule, ...]] = {}
         self.readers: dict[Any, list[int]] = {}
+        operands = [_compat.variables(eqn.invars) for eqn in self.eqns]
+        self.makers = [[(a, self.maker[a]) for a in each if a in self.maker] for each in operands]
         for i in self.alive:
-            for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
+            for a in dict.fromkeys(operands[i]):
                 self.readers.setdefault(a, []).append(i)
+
+    @cached_property
+    def made_nbytes(self) -> list[int]:
+        """The bytes of each equation's results."""
+        return [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in self.eqns]
+
+    def rules(self, i: int) -> tuple[BatchingRule, ...]:
+        """Return the independent axes of an equation without bodies."""
+        if i not in self._rules:
+            self._rules[i] = tuple(rules(self.eqns[i]))
+        return self._rules[i]
 
     @cached_property
     def for_loops(self) -> frozenset[int]:
@@ -97,14 +112,13 @@ class Readers:
         """Return the equations on paths from some equations to another."""
         before, waiting = set[int](), [end]
         while waiting:
-            makers = (self.maker.get(a, -1) for a in _compat.variables(self.eqns[waiting.pop()].invars))
-            new = {j for j in makers if j > min(begin, default=end)} - before
+            new = {j for _, j in self.makers[waiting.pop()] if j > min(begin, default=end)} - before
             before |= new
             waiting.extend(new)
         found = list[int]()
         behind = set(begin)
         for i in sorted(before - behind):
-            if not behind.isdisjoint(self.maker.get(a, -1) for a in _compat.variables(self.eqns[i].invars)):
+            if any(j in behind for _, j in self.makers[i]):
                 behind.add(i)
                 found.append(i)
         return found

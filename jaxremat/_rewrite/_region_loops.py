@@ -70,9 +70,10 @@ USUAL = Limits(products=8, most_products=24, stages=4, repeat=1.25)
 """Each batch normalisation is two stages. A frozen layer with adapters repeats 1.02 times its operations."""
 
 WIDE = Limits(products=16, most_products=64, stages=16, repeat=2.0, fewest=USUAL.stages + 1)
-"""For a step without other regions: forces of a graph network of three layers, which are gradients that are
-differentiated, have ten stages of 33 contractions and repeat 1.5 times their operations, for a quarter of the memory. A
-large region of few stages, such as a few equal layers, is left to microbatches and plans.
+"""For a step in which the usual limits find no region, or a far smaller one. Forces of a graph network of three layers,
+which are gradients that are differentiated, have ten stages of 33 contractions and repeat 1.5 times their operations,
+for a quarter of the memory. A large region of few stages, such as a few equal layers, is left to microbatches and
+plans.
 """
 
 
@@ -261,14 +262,8 @@ def _touched_nbytes(program: Readers, component: Component, indices: Collection[
     weighted sums of each example's gradients are small, but unless a loop computes them all of the gradients are handed
     on.
     """
-    eqns = program.eqns
-    made = {v for i in indices for v in eqns[i].outvars}
-    read = {
-        a
-        for i in indices
-        for a in _compat.variables(eqns[i].invars)
-        if program.maker.get(a) in component.rules
-    }
+    made = {v for i in indices for v in program.eqns[i].outvars}
+    read = {a for i in indices for a, j in program.makers[i] if j in component.rules}
     return sum(aval_nbytes(v.aval) for v in made | read if component.dimension.get(v) is not None)
 
 
@@ -279,14 +274,10 @@ def _stages(program: Readers, component: Component, rules: Collection[int]) -> l
     stage: dict[int, int] = {}
     needed: dict[int, int] = {}  # for each other equation, the number of stages that run before it
     for i in program.alive:
-        operands = _compat.variables(program.eqns[i].invars)
-        makers = [(a, program.maker[a]) for a in operands if a in program.maker]
-        before = [needed[j] for _, j in makers if j in needed]
-        mine = [(stage[j], a in sums) for a, j in makers if j in stage]
-        if i in rules:
-            stage[i] = max([*before, *(at + is_sum for at, is_sum in mine)], default=0)
-        else:
-            needed[i] = max([*before, *(at + 1 for at, _ in mine)], default=0)
+        at, own = 0, i in rules
+        for a, j in program.makers[i]:
+            at = max(at, stage[j] + (not own or a in sums) if j in stage else needed[j])
+        (stage if own else needed)[i] = at
     found: dict[tuple[int, int], list[int]] = {}
     for i, at in stage.items():
         found.setdefault((program.loop_of[i], at), []).append(i)

@@ -37,7 +37,8 @@ class Region:
     **Fields:** the `loops` over chunks that compute them, in order; `rows` that any number of chunks must divide;
     `inner_nbytes` of the values that neither enter nor leave it; `left_nbytes` of the rows that leave it; `sum_nbytes`
     of its sums; `read_nbytes` of the values that each chunk reads whole; `kernels` about how many it takes; `source`
-    the user's line; `whole` whether it is most of a step, see `_microbatches`; `parts` the number of pieces of its
+    the user's line; `whole` whether it is most of a step, see `_microbatches`; `overlaps` whether it
+    shares equations with other regions, which then do not run in chunks; `parts` the number of pieces of its
     rows, each on separate devices, or 0 if it may not run in chunks there (a chunk has rows of every piece);
     `sent_nbytes` that these devices send each other for each chunk; `repeated` the equations that loops recompute;
     `loop` the program's loop that it is in, with the backward loop of a pair, or -1, and the number of its `trips`;
@@ -55,6 +56,7 @@ class Region:
     kernels: int
     source: str
     whole: bool = False
+    overlaps: bool = False
     parts: int = 1
     sent_nbytes: int = 0
     repeated: tuple[Any, ...] = ()
@@ -63,6 +65,11 @@ class Region:
     uneven: bool = False
     windowed: bool = False
     halos: tuple[tuple[Any, float], ...] = ()
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other region runs in chunks with it."""
+        return self.whole or self.overlaps
 
     @cached_property
     def rules(self) -> Loop:

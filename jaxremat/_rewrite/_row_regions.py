@@ -29,7 +29,6 @@ from .._program._axes import (
     BatchingRule,
     agree,
     joined,
-    rules,
     sum_type,
 )
 from .._program._compat import shaped
@@ -40,7 +39,7 @@ from ._halos import in_parts
 from ._program_readers import Readers
 from ._region_loops import USUAL, WIDE, Limits, Loop, goes_on, handed_on, loops_of, owners, schedule
 from ._regions import Region
-from ._row_scans import Around, BodyBatchingRule, ways
+from ._row_scans import Around, BodyBatchingRule, has_bodies, ways
 
 LARGE = 1 / 16
 """Values of at least this share of the seed's size must not leave a region."""
@@ -64,6 +63,9 @@ of all.
 HANDED = 1 / 4
 """The bytes that leave a region are at most this share of those inside that kernels write to memory."""
 
+MUCH_LARGER = 2
+"""A region within wide limits is considered beside others if it keeps this many times as many bytes inside."""
+
 REGIONS = 16
 """The most regions of a step."""
 
@@ -80,26 +82,27 @@ ENOUGH = 8
 def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ...]:
     """Return the regions around the largest values, in the order of these; empty if none is worth a loop.
 
-    The regions share no equation, and any of them can run in chunks together. None grows from a value that only loops
+    The regions share no equation, and any of them can run in chunks together, except a last one that `overlaps`: it is
+    far larger than all others, and repeats more operations. None grows from a value that only loops
     read: the forms of these loops decide about their stacks, which are by far the largest values of a long sequence.
 
     **Arguments:** `outside` equations that are in no region.
     """
-    if found := _regions(program, outside, USUAL):
-        return found
-    return _regions(program, outside, WIDE)
+    usual = _regions(program, outside, USUAL)
+    if not usual:
+        return _regions(program, outside, WIDE)
+    wide = _about_the_largest(program, outside, outside, WIDE)
+    if wide is None or wide.inner_nbytes < MUCH_LARGER * sum(region.inner_nbytes for region in usual):
+        return usual
+    return (*usual, replace(wide, overlaps=True))
 
 
 def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tuple[Region, ...]:
     """Return the regions within these limits."""
-    able = (i for i in program.alive if i not in outside and i not in program.for_loops)
-    made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
-    least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 8)
     found: list[Region] = []
     taken = set(outside)
     while len(found) < REGIONS:
-        seeds = (v for v in largest(program, SEEDS, taken | program.for_loops) if _nbytes(v) >= least)
-        region = next(filter(None, (_best_about(program, v, taken, limits) for v in seeds)), None)
+        region = _about_the_largest(program, outside, taken, limits)
         if region is None:
             break
         # Each region has an order by itself; together, their loops might wait for one another.
@@ -108,6 +111,17 @@ def _regions(program: Readers, outside: Collection[int], limits: Limits) -> tupl
         found.append(region)
         taken.update(region.rules)
     return tuple(found)
+
+
+def _about_the_largest(
+    program: Readers, outside: Collection[int], taken: Collection[int], limits: Limits
+) -> Region | None:
+    """Return the region around the largest value that is in none yet and has one."""
+    able = (i for i in program.alive if i not in outside and i not in program.for_loops)
+    made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
+    least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 8)
+    seeds = (v for v in largest(program, SEEDS, program.for_loops.union(taken)) if _nbytes(v) >= least)
+    return next(filter(None, (_best_about(program, v, taken, limits) for v in seeds)), None)
 
 
 def _best_about(program: Readers, v: jex.Var, taken: Collection[int], limits: Limits) -> Region | None:
@@ -259,8 +273,7 @@ class Grower:
         self.scans, self.windowed, self.within_passes = scans, windowed, within_passes
         self.follows = False  # whether it has equations between its forward and its backward pass
         self.program, self.taken, self.above, self.most_products = program, taken, above, most_products
-        made = sum(aval_nbytes(v.aval) for i in program.alive for v in program.eqns[i].outvars)
-        self.few_nbytes = FEW * made
+        self.few_nbytes = FEW * sum(program.made_nbytes[i] for i in program.alive)
         self.rules: dict[int, BatchingRule] = {}
         self.dimension: dict[Any, int | None] = {}
         self.sums: set[Any] = set()
@@ -363,7 +376,7 @@ class Grower:
             i = maker[v]
             if i in self.rules:
                 continue
-            for rule in rules(eqns[i]):
+            for rule in self.program.rules(i):
                 operands = zip(_compat.variables(eqns[i].invars), rule.operands, strict=False)
                 if rule.results == (self.dimension[v],) and all(
                     self.dimension.get(a, d) == d for a, d in operands
@@ -389,11 +402,17 @@ class Grower:
             return False
         eqn = self.program.eqns[i]
         atoms = [*eqn.invars, *eqn.outvars]
-        for rule in self._rules_of(eqn):
-            both = list(zip(atoms, (*rule.operands, *rule.results), strict=True))
-            placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
-            known = [(d, self.dimension[a]) for a, d in placed if a in self.dimension]
-            if any(d is not None for d, _ in known) and all(d == at for d, at in known) and agree(placed):
+        known = [
+            (k, self.dimension[a])
+            for k, a in enumerate(atoms)
+            if not _compat.is_literal(a) and a in self.dimension
+        ]
+        if all(d is None for _, d in known):
+            return False
+        for rule in self._rules_of(i):
+            each = (*rule.operands, *rule.results)
+            placed = [(a, d) for a, d in zip(atoms, each, strict=True) if not _compat.is_literal(a)]
+            if all(each[k] == d for k, d in known) and agree(placed):
                 break
         else:
             return False
@@ -407,13 +426,16 @@ class Grower:
                     self.large.append(a)
         return True
 
-    def _rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
+    def _rules_of(self, i: int) -> Iterable[BatchingRule]:
         """Return the rules to try for an equation; none for draws, which run before the region, all at once."""
+        eqn = self.program.eqns[i]
         if is_draw(eqn) or (eqn.primitive.name in ("scan", "while") and not self.scans):
             return ()
         eqns, maker = self.program.eqns, self.program.maker
         if self.windowed:
-            return (*rules(eqn), *windows(eqn))
+            return (*self.program.rules(i), *windows(eqn))
+        if not has_bodies(eqn):
+            return self.program.rules(i)
         later = self.program.differentiable
         return ways(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None, later))
 
@@ -421,15 +443,12 @@ class Grower:
         """Return the equations that depend on contractions of the region, or on large values of it: of the thousands of
         a deep network nearly all do. They cannot run before the region, and one sweep finds them.
         """
-        eqns, maker, found = self.program.eqns, self.program.maker, set[int]()
+        eqns, found = self.program.eqns, set[int]()
         for i in self.program.alive:
-            much = i in self.rules and (contracts(eqns[i]) or self._made_nbytes(i) > self.few_nbytes)
-            if much or any(maker.get(a) in found for a in _compat.variables(eqns[i].invars)):
+            much = i in self.rules and (contracts(eqns[i]) or self.program.made_nbytes[i] > self.few_nbytes)
+            if much or any(j in found for _, j in self.program.makers[i]):
                 found.add(i)
         return found
-
-    def _made_nbytes(self, i: int) -> int:
-        return sum(aval_nbytes(v.aval) for v in self.program.eqns[i].outvars)
 
     def _done_before(self, i: int, much: Collection[int], little: set[int]) -> bool:
         """Leave an equation out, with everything that it depends on, if that is little, such as a count of words;
@@ -438,8 +457,8 @@ class Grower:
         **Arguments:** `much` equations that depend on more; `little` equations known to depend on nothing in the
         region, to which more are added.
         """
-        eqns, maker = self.program.eqns, self.program.maker
-        own = 0 if i in self.rules else self._made_nbytes(i)
+        eqns = self.program.eqns
+        own = 0 if i in self.rules else self.program.made_nbytes[i]
         if own > self.few_nbytes or contracts(eqns[i]):
             return False
         before: set[int] = set()
@@ -451,10 +470,10 @@ class Grower:
             if j in before or j in little:
                 continue
             before.add(j)
-            made += self._made_nbytes(j) if j in self.rules else 0
+            made += self.program.made_nbytes[j] if j in self.rules else 0
             if made + own > self.few_nbytes:
                 return False
-            waiting.extend(maker[a] for a in _compat.variables(eqns[j].invars) if a in maker)
+            waiting.extend(k for _, k in self.program.makers[j])
         little |= before
         before &= self.rules.keys()
         self.early |= before | {i}
@@ -495,18 +514,17 @@ class Grower:
         """Return the equations that read the region, directly or through others, and that the region reads likewise;
         without equations that run between its loops, and paths through these.
         """
-        eqns, maker = self.program.eqns, self.program.maker
+        makers = self.program.makers
         first, last = min(rules, default=0), max(rules, default=0)
         near = [i for i in self.program.alive if first <= i <= last and i not in self.waited]
         behind: set[int] = set()
         for i in near:
-            makers = (maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
-            if any(j in rules or j in behind for j in makers):
+            if any(j in rules or j in behind for _, j in makers[i]):
                 behind.add(i)
         before: set[int] = set()
         for i in reversed(near):
             if i in rules or i in before:
-                before.update(maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
+                before.update(j for _, j in makers[i])
         return sorted(i for i in behind & before if i not in rules)
 
     def _between_passes(self, between: Sequence[int]) -> set[int]:

@@ -130,6 +130,11 @@ class _FunctionBatchingRule(BodyBatchingRule):
         return made.params
 
 
+def has_bodies(eqn: jex.JaxprEqn) -> bool:
+    """Return whether the rules of an equation depend on its context."""
+    return eqn.primitive.name in _OF_BODIES
+
+
 def ways(eqn: jex.JaxprEqn, around: Around) -> Iterable[BatchingRule]:
     """Return the rules of an equation; for one with bodies, the one that agrees with its context."""
     if (rule := _OF_BODIES.get(eqn.primitive.name)) is None:
