@@ -9,8 +9,8 @@ with numbers from separate runs they do not. So these come from one run:
 - the difference, where the backward pass reads several numbers that are large by it (as of `x / d`), or a large one and
   another function of the same root: in `cos(sqrt(d))` a small sine meets the root's large derivative. Of an arc cosine
   the operand takes the difference's place, which is taken unseen;
-- the factors and summands of large numbers in the forward pass itself, as in second derivatives, which only
-  cancellation keeps finite. Statistics of many numbers are exempt: a variance is hardly ever near zero;
+- the factors and summands of large numbers that the forward pass itself goes on from, as in second derivatives, which
+  only cancellation keeps finite. Statistics of many numbers are exempt: a variance is hardly ever near zero;
 - a cheap difference, such as a variance, instead of the large cotangent, which would need a separate kernel.
 """
 
@@ -216,8 +216,17 @@ class DomainEdges:
                 reads.update(self.root_of[i] & reads.keys())
         several = {key for counts in (read, reads) for key, count in counts.items() if count > 1}
         light = (j for i in self._shared(in_backward) for j in self.of[i] if self._is_light(j))
-        beside = (by for i, by in self.beside.items() if not in_backward[i])
-        return several.union(light, *beside)
+        return several.union(light, *self.combined(in_backward).values())
+
+    def combined(self, in_backward: Sequence[bool]) -> dict[int, frozenset[int]]:
+        """Return the part of `beside` in which the forward pass itself goes on from the result: not of factors of large
+        numbers that only the backward pass reads, such as `y` in the derivative `y * x**(y - 1)` of a power.
+        """
+        goes_on: set[int] = set()
+        for i in sorted((i for i in self.beside.keys() | self.of if not in_backward[i]), reverse=True):
+            if i not in self.of or not goes_on.isdisjoint(self.readers[i]):
+                goes_on.add(i)
+        return {i: others for i, others in self.beside.items() if others and i in goes_on}
 
 
 def _all(by: Mapping[Var, frozenset[int]], variables: Sequence[Var]) -> frozenset[int]:

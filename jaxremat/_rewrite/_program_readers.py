@@ -98,8 +98,9 @@ class Readers:
         """The outermost loops with values that the forward pass combines with numbers that are large at the edge of a
         domain, as with second derivatives.
         """
-        beside = self.program.decisions.edges.beside.items() if self.program.loops else ()
-        found = {j for i, others in beside if not self.in_backward[i] for j in (i, *others)}
+        edges = self.program.decisions.edges
+        combined = edges.combined(self.in_backward) if self.program.loops else {}
+        found = {j for i, others in combined.items() for j in (i, *others)}
         around = (within(self.loop_of[i], self.program.loops) for i in found)
         return frozenset(loops[-1] for loops in around if loops)
 

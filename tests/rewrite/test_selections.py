@@ -389,6 +389,36 @@ def test_what_is_lost_in_rounding_is_of_one_run(root: Callable[[jax.Array], jax.
         assert off(draw(rng, nested if seed % 2 else found).emit(), seed) < allowed < np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("least", [0.25, 1.0])
+def test_powers_to_learned_exponents_take_nested_checkpointing(least: float) -> None:
+    """Only the backward pass reads their derivatives, which are large next to zero for exponents below one."""
+
+    def loss(ws: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            weights = jax.nn.softmax(10 * jnp.tanh(x @ w))
+            gate = jax.nn.sigmoid(x[:, -1:])
+            moved = gate * weights + (1 - gate) * jnp.roll(weights, 1, 1) + 1e-8
+            sharp = moved ** (least + jax.nn.softplus(x[:, :1]))
+            return x + 0.1 * jnp.tanh(sharp / sharp.sum(1, keepdims=True) @ memory)[:, :8], None
+
+        memory = jax.random.normal(jax.random.key(3), (8, 256))
+        return (lax.scan(layer, ARGS[1], ws)[0] ** 2).sum()
+
+    args = [4 * jax.random.normal(jax.random.key(2), (4, 8, 8))]
+    found = trace(jax.jit(jax.grad(loss)), tuple(args), {})
+    assert found.sites.cuttable == (True,)
+    wanted = evaluate(found.source.closed, args)[0]
+
+    def off(closed: Any, seed: int) -> float:
+        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
+
+    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
+    rng = random.Random(0)
+    nested = found.in_form(Variant().also(Choice(LOOP, 0, (2, 2))))
+    for seed in range(16):
+        assert off(draw(rng, nested if seed % 2 else found).emit(), seed) < allowed < np.abs(wanted).max()
+
+
 def from_the_first(w: jax.Array, x: jax.Array) -> jax.Array:
     """Points, which a layer moves, that are not where the first of them is."""
     y = x + jnp.tanh(x @ w)
