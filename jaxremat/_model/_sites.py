@@ -128,14 +128,16 @@ class Variants:
         chosen = [
             (sites, choice) for choice in variant.choices for sites in self.sites if sites.rule == choice.rule
         ]
-        divided = [sites.estimate(choice).divided for sites, choice in chosen]
+        estimates = [sites.estimate(choice) for sites, choice in chosen]
+        divided = [each.divided for each in estimates]
         if len(chosen) < len(variant.choices) or not all(divided):
             return None
         values = [*plain.values]
         for v, parts in chain.from_iterable(divided):
             if not values[v].is_output:
                 values[v] = replace(values[v], nbytes=values[v].nbytes // parts if parts else 0)
-        return replace(plain, values=tuple(values))
+        base = plain.base_nbytes + sum(each.sum_nbytes for each in estimates)
+        return replace(plain, values=tuple(values), base_nbytes=base)
 
     def inside(self, variant: Variant) -> list[Variant]:
         """Return variants of one with most of the step in chunks, with sites inside these in smaller chunks: searched

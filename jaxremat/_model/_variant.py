@@ -38,13 +38,15 @@ class Estimate(NamedTuple):
 
     **Fields:** `fewer_nbytes` in memory at once; `more_seconds` of recomputation, copies and launches; `whole` whether
     it changes most of the step, the loops in it included; `divided` pairs (value of the plain graph, the number of
-    parts of which one at a time is in memory, or 0 if none ever is), () if not known.
+    parts of which one at a time is in memory, or 0 if none ever is), () if not known; `sum_nbytes` of the sums over its
+    parts.
     """
 
     fewer_nbytes: int = 0
     more_seconds: float = 0.0
     whole: bool = False
     divided: tuple[tuple[int, int], ...] = ()
+    sum_nbytes: int = 0
 
     def plus(self, other: "Estimate") -> "Estimate":
         """Return the estimate of both together."""
@@ -53,6 +55,7 @@ class Estimate(NamedTuple):
             self.more_seconds + other.more_seconds,
             self.whole or other.whole,
             self.divided + other.divided,
+            self.sum_nbytes + other.sum_nbytes,
         )
 
 

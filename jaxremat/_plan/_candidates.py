@@ -49,6 +49,10 @@ SKETCH_SHARE = 0.5
 of them is no limit."""
 
 
+Kin = tuple[tuple[str, ...], bool]
+"""The rules of a variant, and whether it changes most of the step."""
+
+
 class Space(Protocol):
     """The graphs in which plans of a step are searched for."""
 
@@ -78,8 +82,9 @@ class CandidateSource:
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
     far; the variants `left`, by whether they change results, with those of most of the step in a separate list, because
     their graphs take longest to build; `plain_nbytes`, the least peak of the plain step, set once it does not fit;
-    `shallower` variants, with fewer microbatches or chunks of rows than those of least memory; `sketched`, by variant
-    and room in bytes: whether the sketch fits, and its extra seconds.
+    `shallower` variants, with fewer microbatches or chunks of rows than those of least memory; `beyond`, for each graph
+    that fits, its kin, its allowance, and the seconds by which graphs alike exceed their sketches; `sketched`, by
+    variant and room in bytes: whether the sketch fits, and its extra seconds.
     """
 
     space: Space
@@ -88,6 +93,7 @@ class CandidateSource:
     temporaries_nbytes: int
     plain_nbytes: int = 0
     shallower: list[Variant] = field(default_factory=list)
+    beyond: list[tuple[Kin, int, float]] = field(default_factory=list)
     sketched: dict[tuple[Variant, int], tuple[bool, float] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,12 +162,15 @@ class CandidateSource:
         allowed for a variant.
         """
         inexact = turn == INEXACTLY
+        affordable = seconds is not None and seconds <= self.graph.step_seconds
         for sketched in (False, True) if seconds is None else (False,):
-            for left in self.left[inexact]:
+            for left in self.left[inexact] if affordable else [self._by_sketch(inexact, allowance)]:
                 for variant in [*left]:
                     estimate = self.variants.estimate(variant)
                     if seconds is not None and seconds <= self.graph.extra_seconds + estimate.more_seconds:
-                        break
+                        if affordable:
+                            break
+                        continue
                     budget = allowance(variant)
                     may_fit = self.plain_nbytes - estimate.fewer_nbytes <= budget
                     if not (may_fit or variant in self.deepest[inexact]):
@@ -171,6 +180,20 @@ class CandidateSource:
                     if (turn == HOST or self._promises(variant, seconds, room)) and self.make(variant):
                         return True
         return False
+
+    def _by_sketch(self, inexact: bool, allowance: Callable[[Variant], int]) -> list[Variant]:
+        """Return the variants left by the time that their sketches take within their allowances. If all that fits takes
+        twice the step or more, most variants of small estimates are as slow, and the sketches tell which are not.
+        """
+        of = self.variants.estimate
+        left = [*chain(*self.left[inexact])]
+        sketches = {each: self._sketch(each, allowance(each)) for each in left}
+
+        def seconds(variant: Variant) -> float:
+            sketch = sketches[variant]
+            return of(variant).more_seconds + (sketch[1] if sketch else 0.0)
+
+        return sorted(left, key=seconds)
 
     def _promises(self, variant: Variant, seconds: float | None, budget: int) -> bool:
         """Return whether a variant may win, by a sketch of its graph: whether it fits, and once a plan fits, whether it
@@ -192,9 +215,33 @@ class CandidateSource:
         worthwhile -= CHEAP / 2 * self.graph.step_seconds
         if worthwhile < 0:
             return False
-        # Sketches omit the sums that microbatches keep, but overestimate the values that chunks of rows pass on.
-        sketch = self._sketch(variant, budget if estimate.whole else self._sketch_room(budget))
-        return sketch is None or sketch[1] <= SKETCHED * worthwhile
+        sketch = self._sketch(variant, self._room_of_sketch(variant, budget))
+        if sketch is None:
+            return True
+        kin = self._kin(variant)
+        beyond = min(
+            (more for like, room, more in self.beyond if like == kin and room >= budget), default=0.0
+        )
+        return sketch[1] <= SKETCHED * worthwhile and sketch[1] + beyond <= worthwhile
+
+    def learn(self, candidate: "Candidate") -> None:
+        """Compare a candidate that is predicted to fit with the sketch of its variant. Variants alike are built if they
+        win even with half of the least error seen on these with as much room: with more room they err less.
+        """
+        variant, allowance = candidate.graph.form, candidate.allowance
+        if not variant.choices or candidate.graph.host is not None or candidate.order[0] != 0.0:
+            return
+        if sketch := self._sketch(variant, self._room_of_sketch(variant, allowance)):
+            more = self.graph.extra_seconds + self.variants.estimate(variant).more_seconds + sketch[1]
+            error = candidate.order[1] - candidate.open_seconds - more
+            self.beyond.append((self._kin(variant), allowance, error / 2))
+
+    def _kin(self, variant: Variant) -> Kin:
+        return tuple(choice.rule for choice in variant.choices), self.variants.estimate(variant).whole
+
+    def _room_of_sketch(self, variant: Variant, budget: int) -> int:
+        """Return the room for a sketch: more for chunks of rows, because it overestimates what they pass on."""
+        return budget if self.variants.estimate(variant).whole else self._sketch_room(budget)
 
     def _sketch_room(self, budget: int) -> int:
         """Return the largest peak of a sketch whose variant may still fit a budget."""

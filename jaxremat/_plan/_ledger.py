@@ -304,6 +304,23 @@ class Ledger:
             self._lowest[key] = self.within(graph, None, solver)
         return self._lowest[key]
 
+    def lowest_of(
+        self, graphs: Sequence[Graph], solver: Solver | None = None
+    ) -> list[tuple[Graph, Solution]]:
+        """Return graphs with their solutions of least predicted peak."""
+        return [(graph, self.lowest(graph, solver)) for graph in graphs]
+
+    def near_least(self, graphs: Sequence[Graph], budget: int, slack: float) -> list[Graph]:
+        """Return the graphs whose least temporaries are at most twice the least of all, or that may fit a budget, by
+        minimum cuts: these take a hundredth of an integer program's time, and their least peaks are about the same.
+        """
+        cut = self.of_least[-1]
+        peaks = [simulate(each, self.lowest(each, cut).schedule).peak_nbytes for each in graphs]
+        beyond = min((each.beyond_nbytes for each in self.compiled), default=0)
+        least = min(peaks, default=0)
+        most = 2 * least - min((each.base_nbytes for each in graphs), default=0) + slack
+        return [each for each, peak in zip(graphs, peaks, strict=True) if peak <= max(most, budget - beyond)]
+
     def is_lowest(self, solution: Solution, solver: Solver | None = None) -> bool:
         """Return whether a solution is a result of `lowest`, by the given solver if any."""
         return any(

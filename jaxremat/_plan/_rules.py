@@ -124,14 +124,15 @@ def _rows(step: PlainStep) -> Estimates:
 def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
     """Estimate a region in a number of chunks."""
     graph, device = step.graph, step.device
-    fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
+    fewer, more, sums = region.fewer_nbytes(chunks), region.more_seconds(chunks, device), 0
     if region.whole:
+        sums = region.sum_nbytes
         temporaries = simulate(graph, save_all(graph)).peak_nbytes - graph.base_nbytes
-        fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
+        fewer = max(min(fewer, temporaries - temporaries // chunks) - sums, 0)
         trips = graph.total_trips
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
         more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
-    return Estimate(fewer, more, region.alone)
+    return Estimate(fewer, more, region.alone, sum_nbytes=sums)
 
 
 def _inside(step: PlainStep, choice: Choice) -> Sites:

@@ -131,7 +131,7 @@ class Search:
 
     def least_known(self, among: Sequence[Graph] = ()) -> tuple[Graph, Solution]:
         """Return the solution of least predicted peak among some graphs, or all built so far, and its graph."""
-        known = ((cut, self.ledger.lowest(cut)) for cut in among or self.source.made)
+        known = self.ledger.lowest_of(among or self._near_least())
         return min(known, key=lambda each: simulate(each[0], each[1].schedule).peak_nbytes)
 
     def faster(self, budget: int, rounds: int) -> CompiledCandidate | None:
@@ -356,6 +356,7 @@ class Search:
             )
             candidate.order = self._rank(candidate.graph, candidate.pending, candidate.allowance)
             tried = self._tried(candidate)
+            self.source.learn(candidate)
             if candidate.order[0] == 0.0 and not tried and self._promises(candidate, best):
                 ready.append(candidate)
                 if candidate.order[1] <= cheap:
@@ -508,9 +509,11 @@ class Search:
             self.source.make_lowest(self.most_seconds())
         for solver in self.ledger.of_least:
             least = math.inf
-            known = [(cut, self.ledger.lowest(cut, solver)) for cut in self.source.made]
+            known = self.ledger.lowest_of(self._near_least(budget or 0), solver)
             if budget is None:
                 most = self.most_seconds()
+                if all(extra_seconds(cut, found.schedule) > most for cut, found in known):
+                    known = self.ledger.lowest_of(self.source.made, solver)
                 cheap = [each for each in known if extra_seconds(each[0], each[1].schedule) <= most]
                 known = cheap or ([] if self.ledger.compiled else known)
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
@@ -535,6 +538,9 @@ class Search:
                 self.ledger.compile(cut, solution)
                 if budget is not None and self._affordable(self.ledger.best(budget)):
                     return
+
+    def _near_least(self, budget: int = 0) -> list[Graph]:
+        return self.ledger.near_least(self.source.made, budget, LEAST_SLACK * self.temporaries_nbytes)
 
     def _no_lower(
         self, budget: int, is_least: bool, graph: Graph, solution: Solution, solver: Solver

@@ -598,6 +598,41 @@ def test_rows_inside_of_microbatches_are_tried_where_these_alone_need_more(least
     assert trial.graph.form == inside
 
 
+def graphs_asked_for(
+    gone: Mapping[int, int], more: float = 1e-3, made: Mapping[int, int] | None = None, share: float = 0.5
+) -> list[Variant]:
+    """Return the variants that a search builds for a `share` of the plain step's peak, in order.
+
+    **Arguments:** `gone` the number of residuals that each number of chunks does without; `more` the extra time of each
+    chunk as a share of the step; `made` the same as `gone` for the graphs, by default as their sketches say.
+    """
+    graph = chain(12)
+    peak = peak_of(graph, graph.residuals)
+    estimates = {
+        (0, (n,)): Estimate(
+            peak + n, n * more * graph.step_seconds, divided=tuple((v, 0) for v in graph.residuals[:count])
+        )
+        for n, count in gone.items()
+    }
+    space = Space(graph, replace(NONE, others=(Sites(ROWS, estimates),)))
+    for n in gone:
+        values = [*graph.values]
+        for v in graph.residuals[: (made or gone)[n]]:
+            values[v] = replace(values[v], nbytes=0)
+        of = replace(
+            graph, values=tuple(values), form=of_chunks(n), extra_seconds=n * more * graph.step_seconds
+        )
+        space.made = {**space.made, of_chunks(n): of}
+    asked: list[Variant] = []
+    space.of = lambda variant: asked.append(variant) or space.made.get(variant)  # type: ignore[method-assign]
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        return replace(a_trial(graph, set(), 0.0), solution=solution, fence=fence, graph=graph)
+
+    assert searching(space, Milp(), compiled, peak)._next(int(share * peak)) is not None
+    return asked
+
+
 @pytest.mark.parametrize(("gone", "wanted"), [((1, 12), [4]), ((6, 1), [2]), ((6, 7), [2, 4])])
 def test_no_graph_is_made_of_a_variant_that_a_sketch_rules_out(
     gone: tuple[int, int], wanted: list[int]
@@ -605,28 +640,35 @@ def test_no_graph_is_made_of_a_variant_that_a_sketch_rules_out(
     """Both promise to save everything. Without so many of its values the step cannot fit, or takes far longer than the
     variant that is known, or about as long.
     """
+    assert graphs_asked_for(dict(zip((2, 4), gone, strict=True))) == [of_chunks(n) for n in wanted]
+
+
+def test_where_nothing_affordable_fits_the_variant_of_the_fastest_sketch_is_built_first() -> None:
+    assert graphs_asked_for({2: 6, 4: 6, 8: 12}, share=0.3) == [of_chunks(8)]
+
+
+def test_variants_like_one_that_takes_longer_than_its_sketch_are_expected_to_do_so() -> None:
+    longer = graphs_asked_for({2: 6, 4: 6, 8: 6}, 1e-2, made={2: 4, 4: 4, 8: 4})
+    assert longer == [of_chunks(2)]
+
+
+def test_the_solver_is_not_asked_for_the_least_of_graphs_that_need_far_more() -> None:
     graph = chain(12)
-    peak = peak_of(graph, graph.residuals)
-    variants = dict(zip((2, 4), (graph.residuals[:n] for n in gone), strict=True))
-    estimates = {
-        (0, (n,)): Estimate(peak + n, n / 1000 * graph.step_seconds, divided=tuple((v, 0) for v in values))
-        for n, values in variants.items()
-    }
-    space = Space(graph, replace(NONE, others=(Sites(ROWS, estimates),)))
-    for n in variants:
-        sketch = space.able.sketch(graph, of_chunks(n))
-        assert sketch is not None
-        more = n / 1000 * graph.step_seconds
-        space.made = {**space.made, of_chunks(n): replace(sketch, form=of_chunks(n), extra_seconds=more)}
+    space = Space(graph, replace(NONE, others=(Sites(ROWS, {(0, (2,)): Estimate(UNIT)}),)))
+    values = tuple(replace(v, nbytes=v.nbytes // 8) for v in graph.values)
+    space.made = {of_chunks(2): replace(graph, values=values, form=of_chunks(2))}
     asked: list[Variant] = []
-    space.of = lambda variant: asked.append(variant) or space.made.get(variant)  # type: ignore[method-assign]
+
+    class Asked(Prefixes):
+        def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+            asked.extend([graph.form] * (budget_nbytes is None))
+            return super().solve(graph, budget_nbytes, time_limit=time_limit)
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
-        return replace(a_trial(graph, set(), 0.0), solution=solution, fence=fence, graph=graph)
+        return replace(a_trial(graph, set(solution.schedule.saved), 0.1), solution=solution, fence=fence)
 
-    search = searching(space, Milp(), compiled, peak)
-    assert search._next(peak // 2) is not None
-    assert asked == [of_chunks(n) for n in wanted]
+    searching(space, Asked(), compiled, peak_of(graph)).lowest()
+    assert set(asked) == {of_chunks(2)}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
