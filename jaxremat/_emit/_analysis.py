@@ -214,9 +214,15 @@ class Analysis:
         """Return the deferred equations of earlier stages that have not run when stage `k` starts, each with the stage
         whose barrier releases it.
         """
-        released = map(self.graph.released, range(k))
-        until = zip(self.graph.stages[:k], released, strict=True)
-        return {n: end for stage, end in until if end >= k for n in stage.deferred}
+        return self._waiting[k]
+
+    @cached_property
+    def _waiting(self) -> list[dict[int, int]]:
+        found: list[dict[int, int]] = [{} for _ in range(len(self.graph.stages) + 1)]
+        for j, (stage, end) in enumerate(zip(self.graph.stages, self.graph.released, strict=False)):
+            for waiting in found[j + 1 : end + 1]:
+                waiting.update(dict.fromkeys(stage.deferred, end))
+        return found
 
     def waits(self, n: int, var: Var) -> bool:
         """Return whether an equation in its original place reads an operand behind the stage's barrier.

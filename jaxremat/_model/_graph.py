@@ -360,15 +360,19 @@ class Graph:
         lingering: dict[int, int] = {}
         for k, stage in enumerate(self.stages):
             read = {v for n in stage.deferred for v in self.nodes[n].inputs}
-            lingering |= dict.fromkeys(read.intersection(stage.finished), self.released(k))
+            lingering |= dict.fromkeys(read.intersection(stage.finished), self.released[k])
         return lingering
 
-    def released(self, stage: int) -> int:
-        """Return the stage whose barrier releases a stage's deferred nodes: the next outside of loops, or one past the
-        last.
+    @cached_property
+    def released(self) -> list[int]:
+        """For each stage, the stage whose barrier its deferred nodes wait for: the next outside of loops, or one past
+        the last for the step's end.
         """
-        later = range(stage + 1, len(self.stages))
-        return next((k for k in later if self.around(self.stages[k].start) < 0), len(self.stages))
+        found = [following := len(self.stages)]
+        for k in range(len(self.stages) - 1, 0, -1):
+            following = k if self.around(self.stages[k].start) < 0 else following
+            found.append(following)
+        return found[::-1]
 
     def holdable(self, value: int, stage: int) -> bool:
         """Return whether the stage before can recompute the value and hand it on: never into a loop or out of one."""

@@ -26,7 +26,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
 
 def deferred(graph: Graph) -> dict[int, int]:
-    return {n: graph.released(k) for k, stage in enumerate(graph.stages) for n in stage.deferred}
+    return {n: graph.released[k] for k, stage in enumerate(graph.stages) for n in stage.deferred}
 
 
 def two_layers(*, donated: bool, update_heavy: bool = False) -> Graph:
